@@ -1,0 +1,1 @@
+"""cedar: Causal Encoder-Decoder with Attention Reuse."""

@@ -1,0 +1,1 @@
+"""What bytes mean: row formats, number codecs, checkpoint files."""
