@@ -1,0 +1,132 @@
+"""Checkpoint reader and writer: safetensors, sharded or single, headers checked before any data.
+
+`CheckpointReader` validates every tensor by name, shape and dtype against the weight schema from the
+headers alone, then hands out memory-mapped tensors. Called by `engine.loading`, `cli.inspect` and
+training; the planner reads the same headers without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cedar.config.weight_schema import TensorSpec
+from cedar.errors import CheckpointError
+from cedar.formats.headers import TensorHeader, read_headers
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def check_headers(headers: Mapping[str, TensorHeader], schema: Iterable[TensorSpec]) -> None:
+    """Compare what the files hold with what the config asks for.
+
+    Raises:
+        CheckpointError: a tensor is missing, extra, mis-shaped or mis-typed; names it and its file.
+    """
+    expected = {spec.name: spec for spec in schema}
+    missing = sorted(expected.keys() - headers.keys())
+    if missing:
+        raise CheckpointError(
+            f"checkpoint lacks {len(missing)} tensor(s) that config.json asks for: {_some(missing)}"
+        )
+    extra = sorted(headers.keys() - expected.keys())
+    if extra:
+        first = headers[extra[0]].file.name
+        raise CheckpointError(
+            f"checkpoint has {len(extra)} tensor(s) that config.json does not describe: "
+            f"{_some(extra)} (first in {first}); the config and the weights are of different models"
+        )
+    for name, spec in expected.items():
+        header = headers[name]
+        if header.shape != spec.shape:
+            raise CheckpointError(
+                f"{name} in {header.file.name} has shape {list(header.shape)}, config.json asks for "
+                f"{list(spec.shape)}"
+            )
+        if header.tag != spec.tag:
+            raise CheckpointError(
+                f"{name} in {header.file.name} is {header.tag}, config.json asks for {spec.tag}"
+            )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown}, ... and {len(names) - 5} more"
+
+
+class CheckpointReader:
+    """Open checkpoint: validated headers, lazily mapped tensors. A context manager.
+
+    Args:
+        path: model directory.
+        schema: every tensor that must be there, and no other.
+    """
+
+    def __init__(self, path: Path, schema: Iterable[TensorSpec]) -> None:
+        self.headers = read_headers(path)
+        check_headers(self.headers, schema)
+        self._stack = ExitStack()
+        self._files: dict[Path, Any] = {}
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def tensor(self, name: str) -> Tensor:
+        """One tensor, backed by the memory-mapped file."""
+        file = self.headers[name].file
+        if file not in self._files:
+            self._files[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        tensor = self._files[file].get_tensor(name)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+
+def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Write `config.json`, weights and index into a directory, each file atomically.
+
+    Args:
+        tensors: released names; contiguous.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    ordered = {name: tensors[name].contiguous() for name in sorted(tensors)}
+    temporary = path / f".{SINGLE_NAME}.tmp"
+    save_file(ordered, temporary, metadata={"format": "pt"})
+    os.replace(temporary, path / SINGLE_NAME)
+    size = sum(t.numel() * t.element_size() for t in ordered.values())
+    index = {"metadata": {"total_size": size}, "weight_map": {n: SINGLE_NAME for n in ordered}}
+    write_json(path / INDEX_NAME, index)
+    write_json(path / "config.json", config)
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a JSON file atomically."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def to_tag(tensor: Tensor) -> str:
+    """safetensors dtype tag of a tensor."""
+    return {
+        torch.bfloat16: "BF16",
+        torch.float32: "F32",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e8m0fnu: "F8_E8M0",
+        torch.int8: "I8",
+    }[tensor.dtype]

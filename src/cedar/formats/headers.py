@@ -1,0 +1,114 @@
+"""Safetensors headers: names, shapes, dtypes and file sizes, without reading any data. No torch.
+
+A model directory holds `model.safetensors.index.json` naming shards, or one `model.safetensors`.
+Called by the checkpoint reader and the planner.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cedar.errors import CheckpointError
+
+_MAX_HEADER_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """One tensor as a file's header describes it; `nbytes` is its payload."""
+
+    name: str
+    shape: tuple[int, ...]
+    tag: str
+    nbytes: int
+    file: Path
+
+
+def read_headers(path: Path) -> dict[str, TensorHeader]:
+    """Headers of every tensor of a model directory.
+
+    Raises:
+        CheckpointError: no weights, a shard named by the index is absent or damaged or truncated, a
+            tensor is in no file, in another file than the index says, or missing from the index.
+    """
+    index_file = path / "model.safetensors.index.json"
+    if not index_file.is_file():
+        single = path / "model.safetensors"
+        if not single.is_file():
+            raise CheckpointError(
+                f"{path} holds neither model.safetensors.index.json nor model.safetensors"
+            )
+        return read_file_headers(single)
+    weight_map = _weight_map(index_file)
+    found: dict[str, TensorHeader] = {}
+    for shard in sorted(set(weight_map.values())):
+        file = path / shard
+        if not file.is_file():
+            example = next(name for name, where in weight_map.items() if where == shard)
+            raise CheckpointError(f"{index_file.name} names {shard} (for {example}), which is absent")
+        for name, header in read_file_headers(file).items():
+            if weight_map.get(name) != shard:
+                said = weight_map.get(name)
+                where = "does not list it" if said is None else f"places it in {said}"
+                raise CheckpointError(f"{name} is in {shard} but {index_file.name} {where}")
+            found[name] = header
+    lost = sorted(weight_map.keys() - found.keys())
+    if lost:
+        raise CheckpointError(
+            f"{index_file.name} places {lost[0]} in {weight_map[lost[0]]}, which does not hold it"
+        )
+    return found
+
+
+def _weight_map(index_file: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index_file} is not a safetensors index: {error!r}") from None
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index_file}: weight_map must be an object")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or "/" in shard or "\\" in shard or shard.startswith("."):
+            raise CheckpointError(f"{index_file}: weight_map[{name!r}]={shard!r} is not a file name")
+    return weight_map
+
+
+def read_file_headers(file: Path) -> dict[str, TensorHeader]:
+    """Headers of one safetensors file; its length must match to the byte.
+
+    Raises:
+        CheckpointError: damaged header, or a payload that is shorter or longer than it states.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(f"{file.name} is not a safetensors file (header of {length} bytes)")
+        raw = stream.read(length)
+    try:
+        document: dict[str, Any] = json.loads(raw)
+        headers = {
+            name: TensorHeader(
+                name,
+                tuple(entry["shape"]),
+                entry["dtype"],
+                entry["data_offsets"][1] - entry["data_offsets"][0],
+                file,
+            )
+            for name, entry in document.items()
+            if name != "__metadata__"
+        }
+        end = max((e["data_offsets"][1] for n, e in document.items() if n != "__metadata__"), default=0)
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, IndexError, AttributeError):
+        raise CheckpointError(f"{file.name} has a damaged safetensors header") from None
+    if size != 8 + length + end:
+        raise CheckpointError(
+            f"{file.name} is {size} bytes, its header promises {8 + length + end}: the file is "
+            f"truncated or damaged; fetch it again"
+        )
+    return headers

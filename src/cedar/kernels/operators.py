@@ -1,0 +1,237 @@
+"""The operator set: what the model may ask of a kernel backend, with shapes and dtypes.
+
+`reference.ReferenceOperators` implements it in plain torch (differentiable where a gradient makes
+sense); native backends implement the same calls and are tested against it. Operators take tensors
+and numbers, never a config.
+
+Legend for shapes:
+    N rows of the call (all sequences, concatenated)   S sequences   C hyper-connection copies
+    D hidden_size   H query heads   d head_dim   P index heads   p index_head_dim   K selected rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from cedar.formats.rows import RowFormat
+
+
+class Weight(NamedTuple):
+    """One projection `[out, in]`.
+
+    Attributes:
+        values: bfloat16 or float32 `[out, in]`; float8_e4m3fn `[out, in]`; or int8 `[out, in/2]`
+            holding packed E2M1 pairs.
+        scale: None for plain weights; E8M0 bytes (float8_e8m0fnu): `[ceil(out/32), ceil(in/32)]`
+            for E4M3 values, `[out, in/32]` for packed E2M1.
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+
+
+class Expert(NamedTuple):
+    """The three projections of one SwiGLU expert: gate `w1`, up `w3`, down `w2`."""
+
+    w1: Weight
+    w3: Weight
+    w2: Weight
+
+
+class Mixes(NamedTuple):
+    """Hyper-connection coefficients of N rows, float32: pre `[N, C]`, post `[N, C]`, comb `[N, C, C]`.
+
+    `comb[n, i, j]` carries source copy i into destination copy j.
+    """
+
+    pre: Tensor
+    post: Tensor
+    comb: Tensor
+
+
+class Routing(NamedTuple):
+    """Chosen experts, highest biased score first: ids int64 `[N, k]`, weights float32 `[N, k]`."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+class PagedRows(NamedTuple):
+    """Packed rows of one KV owner.
+
+    Row j of sequence s is `rows[tables[s, j // rows_per_block] * rows_per_block + j % rows_per_block]`.
+
+    Attributes:
+        rows: uint8 `[R, row_bytes]`.
+        tables: int32 `[S, B]`, block ids.
+        rows_per_block: rows of this owner in one block.
+        fmt: the row format.
+    """
+
+    rows: Tensor
+    tables: Tensor
+    rows_per_block: int
+    fmt: RowFormat
+
+
+class WindowRows(NamedTuple):
+    """Packed window rows and which of them each query sees.
+
+    Query n sees token positions `lo[n] .. hi[n]` (none when lo > hi); position q is
+    `rows[base[n] + q % modulus]`.
+
+    Attributes:
+        rows: uint8 `[R, row_bytes]`.
+        base: int64 `[N]`.   lo, hi: int32 `[N]`.   modulus: ring size, or huge for a linear buffer.
+        fmt: the row format.
+    """
+
+    rows: Tensor
+    base: Tensor
+    lo: Tensor
+    hi: Tensor
+    modulus: int
+    fmt: RowFormat
+
+
+class Selection(NamedTuple):
+    """Rows each query selected: int32 `[N, K]`, ascending, -1 = unused slot (at the end)."""
+
+    positions: Tensor
+
+
+class Pool(NamedTuple):
+    """Candidate blocks per query: int32 `[N, blocks]`, ascending, -1 padded; and the block size."""
+
+    blocks: Tensor
+    block_size: int
+
+
+class Operators(Protocol):
+    """One kernel backend."""
+
+    name: str
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x * rsqrt(mean(x^2) + eps) * weight` over the last axis, float32 inside, x's dtype out."""
+        ...
+
+    def rotate(self, x: Tensor, cos_sin: Tensor, *, inverse: bool = False) -> Tensor:
+        """Rotate adjacent pairs of the last `2 * cos_sin.shape[1]` values of each row.
+
+        Args:
+            x: `[N, ..., d]`.   cos_sin: float32 `[N, rope/2, 2]`.
+        """
+        ...
+
+    def linear(self, x: Tensor, weight: Weight, *, quantise_input: bool = True) -> Tensor:
+        """`x @ weight^T`, `[N, in] -> [N, out]` in x's dtype, accumulated in float32.
+
+        For E4M3 and E2M1 weights x is first quantised to E4M3 in groups of 32 (unless
+        `quantise_input` is off).
+        """
+        ...
+
+    def grouped_linear(self, x: Tensor, weight: Weight) -> Tensor:
+        """Block-diagonal projection: x `[N, G, in]`, weight `[G * rank, in]` -> `[N, G * rank]`.
+
+        The input is not quantised (the reference program multiplies in bfloat16).
+        """
+        ...
+
+    def hc_mixes(
+        self, stream: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, iters: int, eps: float,
+        norm_eps: float,
+    ) -> Mixes:  # fmt: skip
+        """Predict the coefficients of one sublayer from the stream at its entrance.
+
+        Args:
+            stream: `[N, C, D]`.   fn: float32 `[C * (C + 2), C * D]`.
+            base: float32 `[C * (C + 2)]`.   scale: float32 `[3]` for pre, post, comb.
+        """
+        ...
+
+    def hc_collapse(self, stream: Tensor, pre: Tensor) -> Tensor:
+        """`sum_c pre[c] * stream[c]`: `[N, C, D] -> [N, D]`."""
+        ...
+
+    def hc_expand(self, y: Tensor, stream: Tensor, mixes: Mixes) -> Tensor:
+        """`post[j] * y + sum_i comb[i, j] * stream[i]`: `[N, D] -> [N, C, D]`."""
+        ...
+
+    def pool_groups(self, kv: Tensor, gate: Tensor) -> Tensor:
+        """Softmax-pool groups of tokens per channel, float32: two `[G, r, d] -> [G, d]`."""
+        ...
+
+    def store_rows(self, x: Tensor, rows: Tensor, where: Tensor, fmt: RowFormat) -> None:
+        """Quantise `x [n, width]` and write it to `rows[where]` (uint8 `[R, row_bytes]`)."""
+        ...
+
+    def load_rows(self, rows: Tensor, where: Tensor, fmt: RowFormat) -> Tensor:
+        """Dequantise `rows[where]`: float32 `[n, width]`."""
+        ...
+
+    def index_topk(
+        self, queries: Tensor, head_weights: Tensor, keys: PagedRows, sequences: Tensor,
+        visible: Tensor, *, topk: int, pool: Pool | None = None,
+    ) -> Selection:  # fmt: skip
+        """Score index keys and keep the best `topk` per query; ties go to the lowest position.
+
+        `score_j = sum_h weights[h] * relu(<q_h, k_j>)` over heads in ascending order in float32,
+        with exact dot products of the FP4 values.
+
+        Args:
+            queries: uint8 `[N, P, index row bytes]`, packed.   head_weights: float32 `[N, P]`.
+            sequences: int32 `[N]`, row of `keys.tables`.   visible: int32 `[N]`, keys that exist
+            for the query.   pool: restrict to these blocks.
+        """
+        ...
+
+    def index_pool(
+        self, queries: Tensor, head_weights: Tensor, keys: PagedRows, sequences: Tensor,
+        visible: Tensor, *, topk: int, num_blocks: int, block_size: int,
+    ) -> tuple[Selection, Pool]:  # fmt: skip
+        """`index_topk` over everything, plus the candidate pool for later index sources.
+
+        A block's score is the best score inside it; the block of the newest visible position is
+        always kept; the `num_blocks` best are kept, ties to the lowest block.
+        """
+        ...
+
+    def sparse_attention(
+        self, q: Tensor, window: WindowRows, selected: PagedRows | None,
+        selection: Selection | None, sequences: Tensor, sink: Tensor, *, scale: float,
+        q_selected: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Attention of each query over its window and its selected rows, with a sink per head.
+
+        `softmax` over the union of both, the sink logit adds to the denominator only; keys equal
+        values. A query with no row gives zeros.
+
+        Args:
+            q: `[N, H, d]`.   sink: float32 `[H]`.
+            q_selected: other queries for the selected rows (a KV adapter folded into them); then
+                the two parts of the output come back separately.
+        Returns: `[N, H, d]` and None, or the window part and the selected part.
+        """
+        ...
+
+    def route(
+        self, x: Tensor, gate: Tensor, bias: Tensor, *, topk: int, scoring: str, normalise: bool,
+        scale: float,
+    ) -> Routing:  # fmt: skip
+        """Choose experts by score + bias, weigh them by the unbiased score.
+
+        Args:
+            x: `[N, D]`.   gate: `[E, D]`.   bias: float32 `[E]` or, per row, `[N, E]`.
+        """
+        ...
+
+    def moe(
+        self, x: Tensor, routing: Routing, experts: Sequence[Expert], shared: Expert, *, limit: float
+    ) -> Tensor:
+        """Routed experts in ascending id plus the shared expert, float32 sum, `[N, D] -> [N, D]`."""
+        ...

@@ -1,0 +1,1 @@
+"""One forward pass of the architecture; knows no requests, blocks, files or HTTP."""

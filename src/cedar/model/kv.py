@@ -1,0 +1,61 @@
+"""What a layer may ask of the rows of one call: the protocol between the model and its row stores.
+
+`dense_rows.DenseRows` implements it without a cache (training, the uncached oracle);
+`cedar.cache.cached_rows.CachedRows` implements it over packed pools and rings. A layer is handed
+its rows as an argument; nothing is looked up by name and nothing is global.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from cedar.config.layer_plan import LayerSpec
+from cedar.model.spans import Spans
+
+
+class Groups(NamedTuple):
+    """Compression groups completed by a call.
+
+    Attributes:
+        kv: `[G, ratio, d]` projections of the members, `[G, 1, d]` at ratio 1.
+        gate: float32 `[G, ratio, d]`, None at ratio 1.
+        positions: int64 `[G]`, position of each group's first token (where its row is rotated).
+    """
+
+    kv: Tensor
+    gate: Tensor | None
+    positions: Tensor
+
+
+class Rows(Protocol):
+    """Rows of the sequences of one call."""
+
+    def complete_groups(
+        self, spec: LayerSpec, spans: Spans, kv: Tensor, gate: Tensor | None
+    ) -> Groups:
+        """Add the projections of `spans` (`[N, d]`) to the open groups; return what closed."""
+        ...
+
+    def store(self, spec: LayerSpec, groups: Groups, main: Tensor, index: Tensor) -> None:
+        """Keep the rows of completed groups: rotated latents `[G, d]`, rotated keys `[G, p]`."""
+        ...
+
+    def select(self, spec: LayerSpec, queries: Spans, index_q: Tensor, weights: Tensor) -> None:
+        """Pick top-k rows for each query and publish them for the layers that reuse them.
+
+        Args:
+            index_q: `[n, P, p]`, rotated, not yet quantised.   weights: `[n, P]`.
+        """
+        ...
+
+    def attend(
+        self, spec: LayerSpec, spans: Spans, window: Tensor, queries: Spans, q: Tensor,
+        sink: Tensor, q_selected: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Add window rows `[N, d]` (rotated) of `spans`, then attend with `q [n, H, d]` of `queries`.
+
+        Returns: as `Operators.sparse_attention`.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Training of small models: corpora, batches, losses, optimizers and the trainer."""
