@@ -212,13 +212,12 @@ def play_to_text(markdown: str) -> str:
     return normalise(text)
 
 
-# Stems of rude, sexual and violent words; a chat with one of them is dropped as a whole.
+# Stems of rude and sexual words; a chat with one of them is dropped as a whole.
 _RUDE = re.compile(
     r"\b(?:\w*fuc?k\w*|\w*shit\w*|bitch\w*|bastard\w*|ass|asses|asshole\w*|dumbass|crap\w*|damn\w*|"
-    r"dick\w*|cock|cocks|pussy|cunt\w*|whore\w*|slut\w*|fag\w*|nigg\w*|retard\w*|rape\w*|raping|"
+    r"dick|dicks|cock|cocks|pussy|cunt\w*|whore\w*|slut\w*|fag\w*|nigg\w*|retard\w*|raped?|raping|"
     r"sex\w*|porn\w*|nude\w*|naked|boob\w*|penis|vagina|horny|orgasm\w*|masturbat\w*|gay|lesbian\w*|"
-    r"suicid\w*|kill\w*|murder\w*|nazi\w*|hitler|wtf|stfu|hell|bullcrap|pee|poop\w*|fart\w*|drunk|"
-    r"weed|cocaine|heroin)\b",
+    r"suicid\w*|nazi\w*|hitler|wtf|stfu|hell|pee|poop\w*|fart|farts|farted|cocaine|heroin)\b",
     re.I,
 )
 # Talk about the collection itself (its score board and assistant), addresses and long numbers.
