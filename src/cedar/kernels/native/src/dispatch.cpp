@@ -1,0 +1,125 @@
+// Picks the instruction-set variant, and the exported entry points of index_topk and
+// sparse_attention. Compiled once, for the baseline instruction set.
+#include <atomic>
+#include <cstring>
+
+#include "cedar_native.h"
+#include "index_topk.h"
+#include "sparse_attention.h"
+
+#if defined(CEDAR_X86) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace cedar {
+namespace {
+
+constexpr const char* kNames[] = {"scalar", "avx2", "avx512", "amx"};
+constexpr int kUndecided = -1;
+std::atomic<int> g_active{kUndecided};
+
+#ifdef CEDAR_X86
+// CPUID leaf 7: the compiler's __builtin_cpu_supports knows no AMX before gcc 14.
+bool cpu_has_amx() {
+  unsigned a = 7, b = 0, c = 0, d = 0;
+  __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
+  return (d & (kBf16 | kTile | kInt8)) == (kBf16 | kTile | kInt8);
+}
+
+// Linux hands out tile registers on request only, once per process.
+bool tiles_permitted() {
+#ifdef __linux__
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
+bool available(Isa isa) {
+#ifdef CEDAR_X86
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") &&
+                      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  switch (isa) {
+    case Isa::scalar: return true;
+    case Isa::avx2: return avx2;
+    case Isa::avx512: return avx512;
+    case Isa::amx: return avx512 && cpu_has_amx() && tiles_permitted();
+  }
+  return false;
+#else
+  return isa == Isa::scalar;
+#endif
+}
+
+Isa best() {
+  for (const Isa isa : {Isa::amx, Isa::avx512, Isa::avx2}) {
+    if (available(isa)) return isa;
+  }
+  return Isa::scalar;
+}
+
+}  // namespace
+
+Isa active_isa() {
+  int active = g_active.load(std::memory_order_relaxed);
+  if (active == kUndecided) {
+    active = static_cast<int>(best());
+    g_active.store(active, std::memory_order_relaxed);
+  }
+  return static_cast<Isa>(active);
+}
+
+}  // namespace cedar
+
+CEDAR_API int cedar_set_isa(const char* name) {
+  using namespace cedar;
+  if (std::strcmp(name, "auto") == 0) {
+    g_active.store(static_cast<int>(best()), std::memory_order_relaxed);
+    return 0;
+  }
+  for (int i = 0; i < 4; ++i) {
+    if (std::strcmp(name, kNames[i]) == 0 && available(static_cast<Isa>(i))) {
+      g_active.store(i, std::memory_order_relaxed);
+      return 0;
+    }
+  }
+  return -1;
+}
+
+CEDAR_API const char* cedar_isa() { return cedar::kNames[static_cast<int>(cedar::active_isa())]; }
+
+CEDAR_VARIANTS_AMX(int, index_topk, (const cedar::IndexTopkCall& call))
+CEDAR_VARIANTS_AMX(int, sparse_attention, (const cedar::SparseAttentionCall& call))
+
+CEDAR_API int cedar_index_topk(
+    const uint8_t* iq, const float* g, const uint8_t* keys, int64_t key_stride,
+    const int32_t* tables, int64_t table_stride, int32_t rows_per_block, const int32_t* seq,
+    const int32_t* n_vis, int32_t N, int32_t Hi, int32_t di, int32_t k, const int32_t* cand_in,
+    int32_t* cand_out, int32_t cand_cap, int32_t cand_block_size, int32_t* out,
+    int32_t nthreads) {
+  const cedar::IndexTopkCall call = {
+      iq, g,  keys, key_stride, tables,   table_stride, rows_per_block,  seq, n_vis, N,
+      Hi, di, k,    cand_in,    cand_out, cand_cap,     cand_block_size, out, nthreads};
+  CEDAR_CALL_AMX(index_topk, (call));
+}
+
+CEDAR_API int cedar_sparse_attention(
+    const void* q, const void* q_sel, int32_t dtype, const uint8_t* win, int64_t win_stride,
+    const int64_t* win_base, const int32_t* win_lo, const int32_t* win_hi, int64_t win_modulus,
+    const uint8_t* main_rows, int64_t main_stride, const int32_t* tables, int64_t table_stride,
+    int32_t rows_per_block, const int32_t* seq, const int32_t* sel, int32_t k, const float* sink,
+    float scale, int32_t N, int32_t H, int32_t d, void* out, void* out_sel, int32_t nthreads) {
+  const cedar::SparseAttentionCall call = {
+      q,      q_sel,        dtype,          win, win_stride, win_base, win_lo, win_hi, win_modulus,
+      main_rows, main_stride, tables, table_stride, rows_per_block, seq, sel, k, sink, scale,
+      N,      H,            d,              out, out_sel,    nthreads};
+  CEDAR_CALL_AMX(sparse_attention, (call));
+}
