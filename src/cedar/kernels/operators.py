@@ -166,6 +166,10 @@ class Operators(Protocol):
         """Softmax-pool groups of tokens per channel, float32: two `[G, r, d] -> [G, d]`."""
         ...
 
+    def pack_rows(self, x: Tensor, fmt: RowFormat) -> Tensor:
+        """Quantise `x [..., width]` to packed rows, uint8 `[..., row_bytes]`."""
+        ...
+
     def store_rows(self, x: Tensor, rows: Tensor, where: Tensor, fmt: RowFormat) -> None:
         """Quantise `x [n, width]` and write it to `rows[where]` (uint8 `[R, row_bytes]`)."""
         ...

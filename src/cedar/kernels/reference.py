@@ -89,6 +89,9 @@ class ReferenceOperators:
     def pool_groups(self, kv: Tensor, gate: Tensor) -> Tensor:
         return (torch.softmax(gate, dim=1) * kv).sum(1)
 
+    def pack_rows(self, x: Tensor, fmt: RowFormat) -> Tensor:
+        return codec.encode_rows(x, fmt)
+
     def store_rows(self, x: Tensor, rows: Tensor, where: Tensor, fmt: RowFormat) -> None:
         rows[where] = codec.encode_rows(x, fmt)
 

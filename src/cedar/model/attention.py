@@ -100,8 +100,9 @@ class Attention(nn.Module):
         a = self.q_norm(self.wq_a(u))
         q = ops.rotate(self.wq_b(a).unflatten(-1, (self._heads, -1)), cos_sin)
         if spec.role in ("full", "reindex"):
-            index_q = ops.rotate(self.indexer.queries(a), cos_sin)
-            rows.select(spec, queries, index_q, self.indexer.head_weights(u))
+            # Detached: in training the index branch learns from its own loss alone.
+            index_q = ops.rotate(self.indexer.queries(a.detach()), cos_sin)
+            rows.select(spec, queries, index_q, self.indexer.head_weights(u.detach()))
         q_selected = None if self.kv_adapter is None else self.kv_adapter.to_queries(q)
         o, selected = rows.attend(spec, spans, window, queries, q, self.attn_sink, q_selected)
         if self.kv_adapter is not None and selected is not None:

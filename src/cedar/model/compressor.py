@@ -64,5 +64,6 @@ def append_rows(
     groups = rows.complete_groups(spec, spans, kv, gate)
     latents = compressor.latents(groups, u)
     cos_sin = tables.at(spec, groups.positions)
-    keys = ops.rotate(index_key(latents), cos_sin)
+    # Detached: in training the index branch learns from its own loss alone.
+    keys = ops.rotate(index_key(latents.detach()), cos_sin)
     rows.store(spec, groups, ops.rotate(latents, cos_sin), keys)

@@ -50,7 +50,8 @@ class DenseRows:
             return whole.reshape(self._batch * count, ratio, x.shape[-1])
 
         positions = (torch.arange(count) * ratio).repeat(self._batch)
-        return Groups(grouped(kv), None if gate is None else grouped(gate), positions)
+        sequences = torch.arange(self._batch).repeat_interleave(count)
+        return Groups(grouped(kv), None if gate is None else grouped(gate), positions, sequences)
 
     def store(self, spec: LayerSpec, groups: Groups, main: Tensor, index: Tensor) -> None:
         """Keep the fake-quantised rows of an owner."""

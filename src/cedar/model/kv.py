@@ -21,12 +21,15 @@ class Groups(NamedTuple):
     Attributes:
         kv: `[G, ratio, d]` projections of the members, `[G, 1, d]` at ratio 1.
         gate: float32 `[G, ratio, d]`, None at ratio 1.
-        positions: int64 `[G]`, position of each group's first token (where its row is rotated).
+        positions: int64 `[G]`, position of each group's first token (where its row is rotated);
+            the row's number in its sequence is position / ratio.
+        sequences: int64 `[G]`, state slot of each group.
     """
 
     kv: Tensor
     gate: Tensor | None
     positions: Tensor
+    sequences: Tensor
 
 
 class Rows(Protocol):

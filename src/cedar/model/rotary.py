@@ -18,7 +18,8 @@ from cedar.model.spans import Spans
 
 def base_frequencies(rope_dim: int, theta: float) -> Tensor:
     """`theta^(-2i / rope_dim)` for i in 0 .. rope_dim/2 - 1, float32."""
-    exponents = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
+    # On the CPU explicitly: models are built under the meta device, tables are not weights.
+    exponents = torch.arange(0, rope_dim, 2, dtype=torch.float32, device="cpu") / rope_dim
     return 1.0 / (theta**exponents)
 
 
@@ -36,7 +37,8 @@ def yarn_frequencies(
     low = max(math.floor(correction(beta_fast)), 0)
     high = min(math.ceil(correction(beta_slow)), rope_dim - 1)
     span = max(high - low, 1e-3)
-    ramp = ((torch.arange(rope_dim // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    pairs = torch.arange(rope_dim // 2, dtype=torch.float32, device="cpu")
+    ramp = ((pairs - low) / span).clamp(0, 1)
     frequencies = base_frequencies(rope_dim, theta)
     return frequencies / factor * ramp + frequencies * (1 - ramp)
 

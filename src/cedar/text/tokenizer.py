@@ -106,8 +106,9 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, control tokens included: every id is below it."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
+        """One more than the largest id, control tokens included."""
+        # Added tokens may leave gaps, so the count of entries can be below the largest id.
+        return max(int(self._backend.get_vocab_size()), max(self.control_ids, default=-1) + 1)
 
     def token_to_id(self, token: str) -> int | None:
         """Returns the id of one vocabulary entry, as spelled in ``tokenizer.json``, or None."""
@@ -148,7 +149,7 @@ class Tokenizer:
         """Returns the text of ``ids``; bytes that are no UTF-8 become U+FFFD.
 
         Args:
-            ids: token ids, each below :attr:`vocab_size`.
+            ids: token ids; one that has no vocabulary entry (padding rows of a model's head) is no text.
             skip_special_tokens: leave out the tokens that ``tokenizer.json`` marks as special.
         """
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))

@@ -143,18 +143,18 @@ class TokenFile:
 class TokenBatches:
     """Endless, deterministic, resumable batches of packed windows.
 
-    Each epoch puts the documents in a new random order, joins them to one stream (so a window holds
-    the end of one document and the start of the next, never a cut-out middle), cuts the stream from a
-    random phase into windows that overlap by one id, and deals the windows out in random order.  So
-    every id but those at the two ends of the stream is predicted once an epoch, in its own context.
-    Windows that do not fill the last batch are dropped; the next epoch cuts elsewhere.
+    Each epoch puts the documents in a new random order, joins them to one stream, cuts the stream from
+    a random phase into windows that overlap by one id, and deals the windows out in random order.  A
+    window is a run of one document or passes from the end of one (eos) to the start of the next (bos);
+    no id is predicted twice in an epoch.  Windows that do not fill the last batch are left out; the
+    next epoch cuts elsewhere.
 
     Args:
         path: a file of :func:`tokenize_corpus`.
         batch_size: windows per batch, B.
         sequence_length: predicted positions per window, T.
         seed: fixes all orders.
-        sources: use only documents of these sources; None means all.
+        sources: names of the sources to use; None means all.
 
     Raises:
         UsageError: an unknown source, or too few ids for one batch.
@@ -249,5 +249,7 @@ class TokenBatches:
         """
         for name, mine in self._identity().items():
             if state.get(name) != mine:
-                raise UsageError(f"cannot resume: {name} was {state.get(name)!r}, now it is {mine!r}")
+                raise UsageError(
+                    f"cannot resume: {name} was {state.get(name)!r}, now it is {mine!r}"
+                )
         self._position = int(state["position"])

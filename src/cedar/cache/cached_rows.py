@@ -1,0 +1,319 @@
+"""`CachedRows`: the rows of one call over packed pools and rings. Implements `model.kv.Rows`.
+
+Created per call by `engine/loaded_model.py`. Selections and the candidate pool live here for the
+length of the call and are handed from an index source to the layers that reuse them.
+
+Window rows of a call with several tokens per sequence sit in one linear buffer,
+
+    | ring rows start-W+1 .. start-1 | new rows start .. end-1 |  per sequence,
+
+and the last W of them go back to the ring; a call with one token per sequence writes its row into
+the ring first and attends there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cedar.cache.state import ModelState
+from cedar.config.layer_plan import LayerSpec
+from cedar.kernels.operators import Operators, PagedRows, Pool, Selection, WindowRows
+from cedar.model.kv import Groups
+from cedar.model.spans import Spans
+
+IndexKeyRule = Literal["corrected", "as_shipped"]
+
+#: Ring modulus of a linear buffer: larger than any position.
+_LINEAR = 1 << 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallRules:
+    """What a call may write and see, per sequence of its spans.
+
+    Attributes:
+        global_floor: tokens whose global rows are already stored; a replayed token below it leaves
+            them alone.
+        fresh_decoder: decoder windows start empty at the first row of each layer's spans.
+        index_key_rule: which keys an index source scores (specification 7.2).
+    """
+
+    global_floor: tuple[int, ...]
+    fresh_decoder: bool
+    index_key_rule: IndexKeyRule
+
+
+class _GroupPlan(NamedTuple):
+    """How the rows of a call fall into groups of one ratio.
+
+    `members [G, ratio]` index the concatenation of carried rows (`len(sequences) * (ratio - 1)`)
+    and new rows; `left_from` (same concatenation) and `left_to` (slot * (ratio - 1) + member) say
+    what stays open.
+    """
+
+    members: Tensor
+    positions: Tensor
+    sequences: Tensor
+    left_from: Tensor
+    left_to: Tensor
+
+
+class _WindowPlan(NamedTuple):
+    """Linear-buffer numbers of a call: where old and new rows go and what returns to the ring."""
+
+    old_from: Tensor
+    old_to: Tensor
+    new_to: Tensor
+    size: int
+    keep_from: Tensor
+    keep_to: Tensor
+    base: Tensor
+    lo: Tensor
+    hi: Tensor
+
+
+class CachedRows:
+    """Rows of one call.
+
+    Args:
+        state: where they are kept.
+        ops: kernel backend.
+        rules: what may be written and seen.
+    """
+
+    def __init__(self, state: ModelState, ops: Operators, rules: CallRules) -> None:
+        self._state, self._ops, self._rules = state, ops, rules
+        self._window = state.plan.sliding_window
+        self._scale = state.config.head_dim**-0.5
+        self.selections: dict[int, tuple[Spans, Selection]] = {}
+        self.pools: dict[int, tuple[Spans, Pool]] = {}
+        self._group_plans: dict[tuple[int, Spans], _GroupPlan] = {}
+        self._window_plans: dict[tuple[Spans, Spans, tuple[int, ...]], _WindowPlan] = {}
+
+    def complete_groups(
+        self, spec: LayerSpec, spans: Spans, kv: Tensor, gate: Tensor | None
+    ) -> Groups:
+        """See `model.kv.Rows`."""
+        plan, ratio = self._group_plan(spec.compress_ratio, spans), spec.compress_ratio
+        if gate is None:
+            return Groups(kv[plan.members], None, plan.positions, plan.sequences)
+        state = self._state
+        slots = torch.tensor(spans.sequences)
+        pools = []
+        for carried, new in ((state.open_kv[spec.layer_id], kv), (state.open_gate[spec.layer_id], gate)):
+            joined = torch.cat((carried[slots].flatten(0, 1), new))
+            pools.append(joined[plan.members.flatten()].unflatten(0, plan.members.shape))
+            carried.view(-1, carried.shape[-1])[plan.left_to] = joined[plan.left_from]
+        assert pools[0].shape[1] == ratio
+        return Groups(pools[0], pools[1], plan.positions, plan.sequences)
+
+    def store(self, spec: LayerSpec, groups: Groups, main: Tensor, index: Tensor) -> None:
+        """See `model.kv.Rows`."""
+        if not groups.positions.numel():
+            return
+        state, owner = self._state, spec.layer_id
+        rows = groups.positions // spec.compress_ratio
+        where = state.pool.row_numbers(owner, state.tables, groups.sequences, rows)
+        self._ops.store_rows(main, state.pool.main[owner], where, state.formats.main)
+        self._ops.store_rows(index, state.pool.index[owner], where, state.formats.index)
+        if self._rules.index_key_rule == "as_shipped":
+            for sequence in set(groups.sequences.tolist()):
+                state.slots[sequence].published = owner
+
+    def select(self, spec: LayerSpec, queries: Spans, index_q: Tensor, weights: Tensor) -> None:
+        """See `model.kv.Rows`."""
+        assert spec.kv_owner is not None
+        state, plan = self._state, self._state.plan
+        packed = self._ops.pack_rows(index_q, state.formats.index)
+        weights = weights.float()
+        visible = ((queries.positions + 1) // spec.compress_ratio).to(torch.int32)
+        if self._rules.index_key_rule == "as_shipped":
+            selection = self._select_as_shipped(spec, queries, packed, weights, visible)
+            self.selections[spec.layer_id] = (queries, selection)
+            return
+        keys = state.pool.paged_index(spec.kv_owner, state.tables)
+        sequences, topk = queries.row_sequences, plan.index_topk
+        if spec.candidate == "source":
+            selection, pool = self._ops.index_pool(
+                packed, weights, keys, sequences, visible, topk=topk,
+                num_blocks=plan.candidate_topk_blocks, block_size=plan.candidate_block_size,
+            )  # fmt: skip
+            self.pools[spec.kv_owner] = (queries, pool)
+        else:
+            within = self._pool_of(spec, queries) if spec.candidate == "consumer" else None
+            selection = self._ops.index_topk(
+                packed, weights, keys, sequences, visible, topk=topk, pool=within
+            )
+        self.selections[spec.layer_id] = (queries, selection)
+
+    def attend(
+        self, spec: LayerSpec, spans: Spans, window: Tensor, queries: Spans, q: Tensor,
+        sink: Tensor, q_selected: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """See `model.kv.Rows`."""
+        state, layer = self._state, spec.layer_id
+        ring = state.rings[layer].flatten(0, 1)
+        if spans.num_rows == len(spans.sequences):
+            near = self._in_ring(spec, spans, ring, window)
+            plan = None
+        else:
+            plan = self._window_plan(spec, spans, queries)
+            buffer = torch.empty(plan.size, ring.shape[1], dtype=torch.uint8)
+            buffer[plan.old_to] = ring[plan.old_from]
+            self._ops.store_rows(window, buffer, plan.new_to, state.formats.window)
+            near = WindowRows(buffer, plan.base, plan.lo, plan.hi, _LINEAR, state.formats.window)
+        far, selection = self._selected(spec, queries)
+        out = self._ops.sparse_attention(
+            q, near, far, selection, queries.row_sequences, sink, scale=self._scale,
+            q_selected=q_selected,
+        )  # fmt: skip
+        if plan is not None:
+            ring[plan.keep_to] = near.rows[plan.keep_from]
+        return out
+
+    def _selected(
+        self, spec: LayerSpec, queries: Spans
+    ) -> tuple[PagedRows | None, Selection | None]:
+        if spec.kv_owner is None or spec.topk_owner is None:
+            return None, None
+        spans, selection = self.selections[spec.topk_owner]
+        keep = spans.rows_of(queries)
+        if keep is not None:
+            selection = Selection(selection.positions[keep])
+        return self._state.pool.paged_main(spec.kv_owner, self._state.tables), selection
+
+    def _pool_of(self, spec: LayerSpec, queries: Spans) -> Pool:
+        assert spec.kv_owner is not None
+        spans, pool = self.pools[spec.kv_owner]
+        keep = spans.rows_of(queries)
+        return pool if keep is None else Pool(pool.blocks[keep], pool.block_size)
+
+    def _select_as_shipped(
+        self, spec: LayerSpec, queries: Spans, packed: Tensor, weights: Tensor, visible: Tensor
+    ) -> Selection:
+        """Score the keys that were published last, whoever owns them (specification 7.2).
+
+        The published release program does so in decode steps in which a ratio-2 owner completes no
+        group. Candidate pools are left out: below their size they change nothing, and with stale
+        keys they mean nothing.
+        """
+        state = self._state
+        topk = state.plan.index_topk
+        out = torch.full((queries.num_rows, topk), -1, dtype=torch.int32)
+        for offset, count, slot in zip(
+            queries.offsets, queries.counts, queries.sequences, strict=True
+        ):
+            owner = state.slots[slot].published
+            if owner is None:
+                continue
+            rows = slice(offset, offset + count)
+            keys = state.pool.paged_index(owner, state.tables)
+            picked = self._ops.index_topk(
+                packed[rows], weights[rows], keys, queries.row_sequences[rows], visible[rows],
+                topk=topk,
+            )  # fmt: skip
+            out[rows] = picked.positions
+        return Selection(out)
+
+    def _in_ring(
+        self, spec: LayerSpec, spans: Spans, ring: Tensor, window: Tensor
+    ) -> WindowRows:
+        base = spans.row_sequences.long() * self._window
+        hi = spans.positions
+        where = base + hi % self._window
+        self._ops.store_rows(window, ring, where, self._state.formats.window)
+        lo = torch.maximum(hi - self._window + 1, torch.tensor(self._floors(spec, spans)))
+        fmt = self._state.formats.window
+        return WindowRows(ring, base, lo.to(torch.int32), hi.to(torch.int32), self._window, fmt)
+
+    def _floors(self, spec: LayerSpec, spans: Spans) -> tuple[int, ...]:
+        """First visible position of each sequence in this layer."""
+        slots = [self._state.slots[s] for s in spans.sequences]
+        if spec.side == "encoder":
+            return tuple(slot.encoder_floor for slot in slots)
+        if self._rules.fresh_decoder:
+            return spans.starts
+        return tuple(slot.decoder_floor for slot in slots)
+
+    def _window_plan(self, spec: LayerSpec, spans: Spans, queries: Spans) -> _WindowPlan:
+        floors = self._floors(spec, spans)
+        key = (spans, queries, floors)
+        if key not in self._window_plans:
+            self._window_plans[key] = _plan_window(spans, queries, floors, self._window)
+        return self._window_plans[key]
+
+    def _group_plan(self, ratio: int, spans: Spans) -> _GroupPlan:
+        key = (ratio, spans)
+        if key not in self._group_plans:
+            self._group_plans[key] = _plan_groups(ratio, spans, self._rules.global_floor)
+        return self._group_plans[key]
+
+
+def _plan_groups(ratio: int, spans: Spans, floors: tuple[int, ...]) -> _GroupPlan:
+    """Groups that the rows of a call complete, and the rows they leave open."""
+    carried = len(spans.sequences) * (ratio - 1)
+    members, positions, sequences, left_from, left_to = [], [], [], [], []
+    for i, (slot, start, end, floor) in enumerate(
+        zip(spans.sequences, spans.starts, spans.ends, floors, strict=True)
+    ):
+        stored = floor // ratio
+        first = max(start // ratio, stored)
+        # Where the row of token t sits in [carried rows | new rows].
+        new = carried + spans.offsets[i] - start
+        old = i * (ratio - 1)
+        last = max(end // ratio, first)
+        j = torch.arange(first, last)
+        tokens = j.unsqueeze(1) * ratio + torch.arange(ratio)
+        members.append(torch.where(tokens >= start, tokens + new, tokens % ratio + old))
+        positions.append(j * ratio)
+        sequences.append(torch.full_like(j, slot))
+        for t in range(max(last * ratio, first * ratio), end):
+            if t >= start:
+                left_from.append(t + new)
+                left_to.append(slot * (ratio - 1) + t % ratio)
+    return _GroupPlan(
+        torch.cat(members),
+        torch.cat(positions),
+        torch.cat(sequences),
+        torch.tensor(left_from, dtype=torch.int64),
+        torch.tensor(left_to, dtype=torch.int64),
+    )
+
+
+def _plan_window(
+    spans: Spans, queries: Spans, floors: tuple[int, ...], window: int
+) -> _WindowPlan:
+    """Numbers of the linear buffer of a call; see the file's first lines."""
+    reach = window - 1
+    old_from, old_to, new_to, keep_from, keep_to, base, lo = [], [], [], [], [], [], []
+    size = 0
+    for slot, start, end, floor, count in zip(
+        spans.sequences, spans.starts, spans.ends, floors, queries.counts, strict=True
+    ):
+        shift = size + reach - start  # buffer row of token t is t + shift
+        old = torch.arange(max(start - reach, floor), start)
+        old_from.append(slot * window + old % window)
+        old_to.append(old + shift)
+        new = torch.arange(start, end)
+        new_to.append(new + shift)
+        kept = new[-window:]
+        keep_from.append(kept + shift)
+        keep_to.append(slot * window + kept % window)
+        base.append(torch.full((count,), shift))
+        lo.append((torch.arange(end - count, end) - reach).clamp(min=floor))
+        size += reach + end - start
+    return _WindowPlan(
+        torch.cat(old_from),
+        torch.cat(old_to),
+        torch.cat(new_to),
+        size,
+        torch.cat(keep_from),
+        torch.cat(keep_to),
+        torch.cat(base),
+        torch.cat(lo).to(torch.int32),
+        queries.positions.to(torch.int32),
+    )

@@ -1,0 +1,81 @@
+"""The pool of packed global rows: one buffer of main rows and one of index keys per KV owner.
+
+A block covers `block_size` tokens in every buffer at once, so one block table per sequence serves
+all owners; an owner of ratio r keeps block_size / r rows per block. Reuse and Reindex layers own
+nothing. Sizes come from `formats/rows.py`. Called by `state.py` and `cached_rows.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cedar.config.layer_plan import LayerPlan
+from cedar.errors import UsageError
+from cedar.formats.rows import RowFormats
+from cedar.kernels.operators import PagedRows
+
+DEFAULT_BLOCK_SIZE = 128
+
+
+class KVPool:
+    """Packed rows of all KV owners.
+
+    Args:
+        plan, formats: which owners there are and how wide their rows are.
+        num_blocks: capacity.
+        block_size: tokens per block; a multiple of every compression ratio.
+
+    Attributes:
+        main, index: owner layer id -> uint8 `[num_blocks * rows_per_block, row_bytes]`.
+    """
+
+    def __init__(
+        self, plan: LayerPlan, formats: RowFormats, *, num_blocks: int, block_size: int
+    ) -> None:
+        if block_size < 1 or block_size % plan.ratio_lcm:
+            raise UsageError(
+                f"block_size={block_size} must be a positive multiple of {plan.ratio_lcm}, the least "
+                f"common multiple of the plan's compression ratios, so that no block cuts a group"
+            )
+        self.block_size, self.num_blocks, self.formats = block_size, num_blocks, formats
+        self.rows_per_block = {
+            spec.layer_id: block_size // spec.compress_ratio for spec in plan.kv_owners
+        }
+        self.main: dict[int, Tensor] = {}
+        self.index: dict[int, Tensor] = {}
+        for owner, per_block in self.rows_per_block.items():
+            rows = num_blocks * per_block
+            self.main[owner] = torch.zeros(rows, formats.main.row_bytes, dtype=torch.uint8)
+            self.index[owner] = torch.zeros(rows, formats.index.row_bytes, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return sum(t.nbytes for t in (*self.main.values(), *self.index.values()))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes one block takes in all buffers together."""
+        return self.nbytes // self.num_blocks if self.num_blocks else 0
+
+    def paged_main(self, owner: int, tables: Tensor) -> PagedRows:
+        """Main rows of an owner under the given block tables, int32 `[S, B]`."""
+        return PagedRows(self.main[owner], tables, self.rows_per_block[owner], self.formats.main)
+
+    def paged_index(self, owner: int, tables: Tensor) -> PagedRows:
+        """Index keys of an owner under the given block tables."""
+        return PagedRows(self.index[owner], tables, self.rows_per_block[owner], self.formats.index)
+
+    def row_numbers(self, owner: int, tables: Tensor, sequences: Tensor, rows: Tensor) -> Tensor:
+        """Pool rows of row `rows[i]` of sequence `sequences[i]`, int64 `[n]`."""
+        per_block = self.rows_per_block[owner]
+        blocks = tables[sequences.long(), rows // per_block].long()
+        return blocks * per_block + rows % per_block
+
+    def copy_blocks(self, source: KVPool, from_blocks: Tensor, to_blocks: Tensor) -> None:
+        """Copy whole blocks from another pool of the same plan; int64 block ids."""
+        for owner, per_block in self.rows_per_block.items():
+            for mine, theirs in ((self.main, source.main), (self.index, source.index)):
+                shape = (-1, per_block, mine[owner].shape[1])
+                mine[owner].view(shape)[to_blocks] = theirs[owner].view(shape)[from_blocks]

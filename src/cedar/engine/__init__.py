@@ -1,0 +1,1 @@
+"""Sequences over time: phases, sampling, generation. Speaks token ids."""

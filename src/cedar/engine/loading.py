@@ -1,0 +1,115 @@
+"""`load`: a model directory or preset -> `LoadedModel`. Called by `cedar.load`, `LLM` and the CLI.
+
+Headers are checked against the config before any weight is read. Packed weights stay packed, backed
+by the memory-mapped files; nothing makes a wide copy of the whole model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cedar.cache.cached_rows import IndexKeyRule
+from cedar.config.engram_hash import engram_hash
+from cedar.config.model_config import ModelConfig
+from cedar.config.presets import preset
+from cedar.config.weight_schema import weight_schema
+from cedar.engine.forward import EngramRows
+from cedar.engine.loaded_model import LoadedModel
+from cedar.engine.random_weights import random_tensors
+from cedar.errors import UsageError
+from cedar.formats.checkpoint import CheckpointReader
+from cedar.kernels.backends import select_operators
+from cedar.kernels.operators import Operators
+from cedar.model.causal_lm import CausalLM
+from cedar.text.token_map import token_map
+
+PRESET_PREFIX = "preset:"
+
+
+def load(
+    path: str | Path,
+    *,
+    kernels: str = "auto",
+    dtype: str | None = None,
+    index_key_rule: IndexKeyRule = "corrected",
+    seed: int = 0,
+) -> LoadedModel:
+    """Load a model.
+
+    Args:
+        path: a directory in Hugging Face layout, or `preset:NAME` for random weights.
+        kernels: auto, reference or native.
+        dtype: None for the released arithmetic (bfloat16 activations), "float32" to upcast every
+            weight and activation.
+        index_key_rule: see `LoadedModel`.
+        seed: of the random weights of a preset.
+
+    Raises:
+        UsageError: an argument is not allowed.   CheckpointError: config or weights are wrong.
+    """
+    if dtype not in (None, "float32", "bfloat16"):
+        raise UsageError(f"dtype={dtype!r} is not a choice; allowed: None, 'bfloat16', 'float32'")
+    activations = torch.float32 if dtype == "float32" else torch.bfloat16
+    ops = select_operators(kernels)
+    if str(path).startswith(PRESET_PREFIX):
+        config = preset(str(path).removeprefix(PRESET_PREFIX))
+        return from_config(config, ops=ops, dtype=activations, index_key_rule=index_key_rule, seed=seed)
+    directory = Path(path)
+    config = ModelConfig.from_pretrained(directory)
+    net = build_net(config, ops, activations)
+    names = [name for name, _ in net.named_parameters()]
+    with CheckpointReader(directory, weight_schema(config)) as reader:
+        assign(net, {name: reader.tensor(name) for name in names})
+    engram = None
+    if config.engram_layer_ids:
+        assert config.engram_compressed_vocab_size and config.engram_pad_token_id is not None
+        compressed = token_map(
+            directory / "tokenizer.json", expected_size=config.engram_compressed_vocab_size
+        )
+        pad = int(compressed[config.engram_pad_token_id])
+        engram = EngramRows(engram_hash(config, pad), compressed)
+    return LoadedModel(net, engram=engram, index_key_rule=index_key_rule)
+
+
+def from_config(
+    config: ModelConfig,
+    *,
+    ops: Operators,
+    dtype: torch.dtype = torch.bfloat16,
+    index_key_rule: IndexKeyRule = "corrected",
+    seed: int = 0,
+) -> LoadedModel:
+    """A model with random weights, the same for the same config and seed.
+
+    Raises:
+        UsageError: the config has Engram layers, whose token map needs a tokenizer.
+    """
+    if config.engram_layer_ids:
+        raise UsageError(
+            "random weights are not possible for a model with Engram layers: the n-gram rows depend "
+            "on a tokenizer; load a model directory instead"
+        )
+    net = build_net(config, ops, dtype)
+    assign(net, random_tensors(config, seed))
+    return LoadedModel(net, index_key_rule=index_key_rule)
+
+
+def build_net(config: ModelConfig, ops: Operators, dtype: torch.dtype) -> CausalLM:
+    """The backbone without weights (no memory is allocated for them)."""
+    with torch.device("meta"):
+        net = CausalLM(config, ops, dtype)
+    return net
+
+
+def assign(net: CausalLM, tensors: dict[str, Tensor]) -> None:
+    """Give a backbone its weights; bfloat16 ones are upcast when it computes in float32."""
+    if net.dtype == torch.float32:
+        tensors = {
+            name: t.float() if t.dtype == torch.bfloat16 else t for name, t in tensors.items()
+        }
+    net.load_state_dict(tensors, strict=True, assign=True)
+    net.requires_grad_(False)
+    net.eval()

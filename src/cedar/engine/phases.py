@@ -1,0 +1,105 @@
+"""Phase arithmetic: which rows run where in a prefill. Pure numbers, no tensors, no torch.
+
+A decoder replay is a list of (write, query) row counts per decoder layer, counted from the end of
+the prompt: `write` rows leave a window row behind, `query` rows produce an output for the next layer.
+
+    full    every new row in every layer
+    report  the last n rows in every layer, windows empty before them (n = replay_windows * window)
+    cut     as report, but the first decoder layer also writes the window rows its queries see
+    exact   the pyramid that makes every row the first decode step reads equal to `full`
+
+The last layer's output is wanted for the final row only, in every mode. Source: specification 8.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from cedar.config.layer_plan import LayerPlan
+from cedar.errors import UsageError
+
+DecoderPrefill = Literal["full", "report", "cut", "exact"]
+EncoderReplay = Literal["bounded", "exact"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """Rows of one decoder layer, counted from the end of the prompt."""
+
+    write: int
+    query: int
+
+
+def check_choice(name: str, value: str, allowed: object) -> None:
+    """Raise a UsageError unless value is one of a Literal's values."""
+    choices = get_args(allowed)
+    if value not in choices:
+        raise UsageError(f"{name}={value!r} is not a choice; allowed: {', '.join(choices)}")
+
+
+def check_decoder_prefill(plan: LayerPlan, mode: str, replay_windows: int) -> None:
+    """Refuse a mode that the plan cannot run.
+
+    Raises:
+        UsageError: unknown mode, a window count below 1 or without effect, or a plan without CED.
+    """
+    check_choice("decoder_prefill", mode, DecoderPrefill)
+    if replay_windows < 1:
+        raise UsageError(f"replay_windows={replay_windows} must be at least 1")
+    if replay_windows != 1 and mode in ("full", "exact"):
+        raise UsageError(
+            f"replay_windows={replay_windows} has no effect with decoder_prefill={mode!r}; use it "
+            f"with 'report' or 'cut'"
+        )
+    blocker = plan.ced_blocker
+    if mode != "full" and blocker is not None:
+        raise UsageError(
+            f"decoder_prefill={mode!r} is not possible for this model: {blocker}; use "
+            f"decoder_prefill='full'"
+        )
+
+
+def replay_rows(plan: LayerPlan, mode: DecoderPrefill, replay_windows: int) -> list[LayerRows]:
+    """Rows per decoder layer of a bounded replay; callers clip them to the prompt's length.
+
+    At the release: report 128 rows in 20 layers, exact 2,541 rows written in the first.
+    """
+    window, layers = plan.sliding_window, len(plan.decoder)
+    tail = replay_windows * window
+    if mode == "exact":
+        steps = [
+            LayerRows(window + (layers - 1 - j) * (window - 1), window + (layers - 2 - j) * (window - 1))
+            for j in range(layers)
+        ]
+    else:
+        steps = [LayerRows(tail, tail)] * layers
+        if mode == "cut":
+            steps[0] = LayerRows(tail + window - 1, tail)
+    steps[-1] = LayerRows(steps[-1].write, 1)
+    return steps
+
+
+def encoder_replay_rows(
+    plan: LayerPlan, mode: EncoderReplay, *, windows: int, decoder_rows: int, suffix: int
+) -> int:
+    """Prefix tokens to run again through the encoder after a prefix hit; callers clip to the hit.
+
+    bounded: `windows` windows. exact: every encoder window row that a suffix token sees and every
+    boundary row that the decoder replay needs come out exact, layers * (window - 1) rows below them.
+
+    Args:
+        decoder_rows: boundary rows the decoder replay starts from.   suffix: new tokens.
+    """
+    check_choice("encoder_replay", mode, EncoderReplay)
+    if windows < 1:
+        raise UsageError(f"encoder_replay_windows={windows} must be at least 1")
+    if mode == "bounded":
+        return windows * plan.sliding_window
+    if windows != 1:
+        raise UsageError(
+            f"encoder_replay_windows={windows} has no effect with encoder_replay='exact'; use it "
+            f"with 'bounded'"
+        )
+    reach = plan.num_encoder_layers * (plan.sliding_window - 1)
+    return reach + max(1, decoder_rows - suffix)

@@ -1,0 +1,213 @@
+"""What a config's weights count, weigh and multiply: everything is summed from `weight_schema`.
+
+Parameters by part, activated parameters, multiply-accumulates a token, bytes by residency class, and
+how tensors split under tensor parallelism. No formula about requests lives here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Literal
+
+from cedar.config.layer_plan import Side
+from cedar.config.model_config import ModelConfig
+from cedar.config.weight_schema import Part, TensorSpec, layer_schema, weight_schema
+from cedar.errors import UsageError
+from cedar.planner.expression import ceil_div
+
+#: What one layer's matrices are multiplied for; a FLOP line each.
+Product = Literal["attention_projections", "kv_projections", "index_queries", "index_weights",
+                  "routed_experts", "shared_experts", "router", "hyper_connections", "engram"]  # fmt: skip
+PRODUCTS: tuple[Product, ...] = Product.__args__  # type: ignore[attr-defined]
+
+#: Residency classes: tensors that are needed at the same rhythm and may live in the same places.
+WeightClass = Literal["resident", "routed_experts", "embed", "vision", "draft", "engram_tables"]
+
+Place = Literal["gpu", "ram", "ssd"]
+
+#: Parts of one backbone layer that carry parameters (Engram tables are counted apart).
+LAYER_PARTS: tuple[Part, ...] = ("attention", "compressor", "indexer", "adapter", "router", "norms",
+                                 "routed_experts", "shared_experts", "hyper_connections", "engram")  # fmt: skip
+
+#: Where each class can live, fastest first, and why.
+CAN_LIVE: dict[WeightClass, tuple[tuple[Place, ...], str]] = {
+    "resident": (("gpu", "ram"), "every token multiplies all of it"),
+    "routed_experts": (("gpu", "ram", "ssd"), "a token multiplies num_experts_per_tok per layer"),
+    "embed": (("gpu", "ram", "ssd"), "a token reads one row"),
+    "vision": (("gpu", "ram", "ssd"), "read for images only"),
+    "draft": (("gpu", "ram", "ssd"), "read when drafting only"),
+    "engram_tables": (("gpu", "ram", "ssd"), "a token reads a few rows; ids are known in advance"),
+}
+
+_CLASS_OF_PART: dict[Part, WeightClass] = {
+    "routed_experts": "routed_experts",
+    "embed": "embed",
+    "vision": "vision",
+    "draft": "draft",
+    "engram_tables": "engram_tables",
+}
+
+#: Tensors that a tensor-parallel rank holds only its share of; the others are replicated.
+#: Source: the released reference program's split (vocabulary, heads, groups, experts, table rows).
+_SPLIT = (".wq_b.", ".wo_a.", ".wo_b.", ".attn_sink", ".weights_proj.", ".ffn.experts.",
+          ".engram.embed.")  # fmt: skip
+
+
+def weight_class(part: Part) -> WeightClass:
+    """Residency class of a part."""
+    return _CLASS_OF_PART.get(part, "resident")
+
+
+def is_split(tensor: TensorSpec) -> bool:
+    """Whether tensor parallelism gives a rank only its share of this tensor."""
+    return tensor.part in ("embed", "head") or any(mark in tensor.name for mark in _SPLIT)
+
+
+def padded_width(width: int, ways: int, alignment: int = 1) -> int:
+    """Columns one of `ways` ranks allocates when `width` is split and padded up to `alignment`.
+
+    2304 split 8 ways at alignment 128 is 384 a rank, not 288: 1.33 times the even share.
+    """
+    if width < 1 or ways < 1 or alignment < 1:
+        raise UsageError(f"cannot split {width} columns {ways} ways at alignment {alignment}: all >= 1")
+    return ceil_div(ceil_div(width, ways), alignment) * alignment
+
+
+def expert_bytes(config: ModelConfig, inner: int | None = None) -> int:
+    """Bytes of one routed expert of inner width `inner` (the model's own when None).
+
+    18,800,640 B in the release: 3 * (D * F / 2 packed FP4 + D * F / 32 scales).
+    """
+    inner = config.moe_intermediate_size if inner is None else inner
+    one = replace(config, moe_intermediate_size=inner, n_routed_experts=1, num_experts_per_tok=1)
+    layer = layer_schema(one, config.plan[0])
+    return sum(tensor.nbytes for tensor in layer if tensor.part == "routed_experts")
+
+
+@dataclass
+class Tally:
+    """Sums over the tensors of one side, or of the whole model."""
+
+    parameters: Counter[Part] = field(default_factory=Counter)
+    nbytes: Counter[Part] = field(default_factory=Counter)
+    split_bytes: Counter[Part] = field(default_factory=Counter)
+    macs: dict[Product, Fraction] = field(default_factory=lambda: dict.fromkeys(PRODUCTS, Fraction()))
+
+    def add(self, tensor: TensorSpec) -> None:
+        """Count one tensor."""
+        self.parameters[tensor.part] += tensor.parameters
+        self.nbytes[tensor.part] += tensor.nbytes
+        if is_split(tensor):
+            self.split_bytes[tensor.part] += tensor.nbytes
+
+    def multiply(self, product: Product, macs: Fraction) -> None:
+        """Count multiply-accumulates a token."""
+        self.macs[product] += macs
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """Totals of one config.
+
+    Attributes:
+        total: every tensor of the checkpoint.
+        sides: backbone layers of the encoder and of the decoder; `macs` are per token and leave out
+            routing: routed experts count num_experts_per_tok of n_routed_experts.
+        projection: the compressor and index-key weights of decoder owners fed from the boundary.
+        first_decoder: activated parameters of the first decoder layer, and its projection's share.
+        tensors: number of tensors.
+        largest_buffers: bytes of each Engram tensor, the buffers a pinned allocator rounds.
+    """
+
+    total: Tally
+    sides: dict[Side, Tally]
+    projection: Tally
+    first_decoder: tuple[int, int]
+    tensors: int
+    engram_buffers: tuple[int, ...]
+
+
+def _layer_of(name: str) -> int | None:
+    prefix, _, rest = name.partition(".")
+    return int(rest.partition(".")[0]) if prefix == "layers" else None
+
+
+def _product(tensor: TensorSpec) -> Product | None:
+    """What a matrix is multiplied for; None for vectors, scales, tables and elementwise weights."""
+    if len(tensor.shape) != 2 or not tensor.parameters:
+        return None
+    match tensor.part:
+        case "attention":
+            return "attention_projections"
+        case "compressor":
+            return "kv_projections"
+        case "indexer" if tensor.name.endswith("indexer.wk.weight"):
+            return "kv_projections"
+        case "indexer":
+            return "index_queries" if ".wq_b." in tensor.name else "index_weights"
+        case "engram":
+            return "engram" if ".wkv." in tensor.name else None
+        case "routed_experts" | "shared_experts" | "router" | "hyper_connections":
+            return tensor.part
+        case _:
+            return None
+
+
+def _is_projection(tensor: TensorSpec) -> bool:
+    return tensor.part == "compressor" or ".indexer.wk." in tensor.name or ".k_norm." in tensor.name
+
+
+def activated(parameters: Counter[Part], config: ModelConfig) -> int:
+    """Parameters of backbone layers that one token multiplies, routed experts by their share."""
+    routed = parameters["routed_experts"]
+    others = sum(parameters[part] for part in LAYER_PARTS) - routed
+    return others + routed * config.num_experts_per_tok // config.n_routed_experts
+
+
+def weigh(config: ModelConfig, tensors: Iterable[TensorSpec] | None = None) -> ModelWeights:
+    """Sum a config's tensors (those of its schema when `tensors` is None)."""
+    plan = config.plan
+    boundary = {spec.layer_id for spec in plan.boundary_owners}
+    total, projection = Tally(), Tally()
+    sides: dict[Side, Tally] = {"encoder": Tally(), "decoder": Tally()}
+    first: Counter[Part] = Counter()
+    first_projection = count = 0
+    engram_buffers: list[int] = []
+    share = Fraction(config.num_experts_per_tok, config.n_routed_experts)
+    for tensor in weight_schema(config) if tensors is None else tensors:
+        count += 1
+        total.add(tensor)
+        if tensor.part == "engram_tables":
+            engram_buffers.append(tensor.nbytes)
+        layer_id = _layer_of(tensor.name)
+        if layer_id is None:
+            continue
+        spec = plan[layer_id]
+        side = sides[spec.side]
+        side.add(tensor)
+        macs, product = Fraction(tensor.parameters), _product(tensor)
+        if product == "routed_experts":
+            macs *= share
+        elif tensor.part == "indexer" and product == "kv_projections":
+            macs /= spec.compress_ratio  # one index key per compressed row
+        if product is not None:
+            side.multiply(product, macs)
+        projected = layer_id in boundary and _is_projection(tensor)
+        if projected:
+            projection.add(tensor)
+            if product is not None:
+                projection.multiply(product, macs)
+        if layer_id == plan.num_encoder_layers:
+            first[tensor.part] += tensor.parameters
+            first_projection += tensor.parameters if projected else 0
+    return ModelWeights(
+        total=total,
+        sides=sides,
+        projection=projection,
+        first_decoder=(activated(first, config), first_projection),
+        tensors=count,
+        engram_buffers=tuple(engram_buffers),
+    )
