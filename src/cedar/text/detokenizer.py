@@ -1,7 +1,8 @@
 """Streaming detokenisation: text leaves as soon as its characters are certain.
 
 Lives here: the incremental decoder of one sequence.  Does not live here: stop strings
-(:mod:`cedar.text.stop`), which look at the text this module releases.  Called once per generated token.
+(:mod:`cedar.text.stop`), which look at the text this module releases.  Called once per generated
+token.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 from typing import Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A run of broken bytes keeps the last character uncertain for ever; past this many pending tokens the
-# certain ones are cut off, so that a step costs the same at any length.
+# A run of broken bytes keeps the last character uncertain for ever; past this many pending tokens
+# the certain ones are cut off, so that a step costs the same at any length.
 _MAX_PENDING = 32
 _KEPT = 8
 

@@ -1,8 +1,8 @@
 """Stop strings in streamed text.
 
-Lives here: finding the first stop string of one sequence though it may be spread over pieces, without
-ever releasing a part of it.  Does not live here: stop token ids, which the engine checks itself.
-Called on the text that :mod:`cedar.text.detokenizer` releases.
+Lives here: finding the first stop string of one sequence though it may be spread over pieces,
+without ever releasing a part of it.  Does not live here: stop token ids, which the engine checks
+itself. Called on the text that :mod:`cedar.text.detokenizer` releases.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StopStrings:
         return seen[: len(seen) - keep], None
 
     def finish(self) -> str:
-        """Returns the text held back at the end of the sequence: it was no stop string after all."""
+        """Returns the text still held back when the sequence ends: it was no stop string."""
         held, self._held = self._held, ""
         return held
 

@@ -1,9 +1,10 @@
 """The tokenizer of a checkpoint: text to token ids and back.
 
-Lives here: loading ``tokenizer.json``, the special ids, and the rule that a user's text never turns
-into a control token.  Does not live here: chat prompts, streaming (:mod:`cedar.text.detokenizer`) and
-training a vocabulary (:mod:`cedar.training.tokenizer_training`).  Called by the server, the offline
-API and the training data tools.
+Lives here: loading ``tokenizer.json``, the special ids, and the rule that a user's text never
+turns into a control token.  Does not live here: chat prompts, streaming
+(:mod:`cedar.text.detokenizer`) and training a vocabulary
+(:mod:`cedar.training.tokenizer_training`).  Called by the server, the offline API and the training
+data tools.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Tokenizer:
         file = directory / TOKENIZER_FILE
         if not file.is_file():
             raise CheckpointError(
-                f"{directory} has no {TOKENIZER_FILE}; a model directory needs one to read and write "
-                "text. Copy it from the checkpoint, or pass token ids instead of text."
+                f"{directory} has no {TOKENIZER_FILE}; a model directory needs one to read and "
+                "write text. Copy it from the checkpoint, or pass token ids instead of text."
             )
         tokenizer = cls(file.read_text(encoding="utf-8"), origin=str(file))
         names = _read_json(directory / "tokenizer_config.json")
@@ -89,7 +90,8 @@ class Tokenizer:
             token_id = self.token_to_id(name)
             if token_id is None:
                 raise ConfigError(
-                    f"tokenizer_config.json names {kind}_token {name!r}, which {self._origin} does not have"
+                    f"tokenizer_config.json names {kind}_token {name!r}, which is no entry of "
+                    f"{self._origin}"
                 )
             return token_id
         number = numbers.get(f"{kind}_token_id")
@@ -149,7 +151,8 @@ class Tokenizer:
         """Returns the text of ``ids``; bytes that are no UTF-8 become U+FFFD.
 
         Args:
-            ids: token ids; one that has no vocabulary entry (padding rows of a model's head) is no text.
+            ids: token ids; one that has no vocabulary entry (padding rows of a model's head) is no
+                text.
             skip_special_tokens: leave out the tokens that ``tokenizer.json`` marks as special.
         """
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))

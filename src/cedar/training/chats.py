@@ -1,8 +1,8 @@
 """Cleaning of chats for training: turns, spelling, and which chats are fit to learn from.
 
-Lives here: pure functions from the messages of the chitchat data set to text with turn markers.  Does
-not live here: other texts (:mod:`cedar.training.corpus`) and prompts of the running system.  Called by
-``tools/build_corpus.py``.  Standard library only.
+Lives here: pure functions from the messages of the chitchat data set to text with turn markers.
+Does not live here: other texts (:mod:`cedar.training.corpus`) and prompts of the running system.
+Called by ``tools/build_corpus.py``.  Standard library only.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ END_MARKER = "<|end|>"
 _RUDE = re.compile(
     r"\b(?:\w*fuc?k\w*|\w*shit\w*|bitch\w*|bastard\w*|ass|asses|asshole\w*|dumbass|crap\w*|damn\w*|"
     r"dick|dicks|cock|cocks|pussy|cunt\w*|whore\w*|slut\w*|fag\w*|nigg\w*|retard\w*|raped?|raping|"
-    r"sex\w*|porn\w*|nude\w*|naked|boob\w*|penis|vagina|horny|orgasm\w*|masturbat\w*|gay|lesbian\w*|"
-    r"suicid\w*|nazi\w*|hitler|wtf|stfu|hell|pee|poop\w*|fart|farts|farted|cocaine|heroin)\b",
+    r"sex\w*|porn\w*|nude\w*|naked|boob\w*|penis|vagina|horny|orgasm\w*|masturbat\w*|gay|"
+    r"lesbian\w*|suicid\w*|nazi\w*|hitler|wtf|stfu|hell|pee|poop\w*|fart|farts|farted|cocaine|heroin)\b",
     re.I,
 )
 # Talk about the collection itself (its score board and assistant), addresses and long numbers.
 _OFF_TOPIC = re.compile(
-    r"https?:|www\.|@\w|\d{6,}|leader ?board|top ten|top 10|eve project|project eve|this app\b|chit ?chat|"
-    r"gift card|\braffle|\bchats?\b|\bpoints\b|challenge",
+    r"https?:|www\.|@\w|\d{6,}|leader ?board|top ten|top 10|eve project|project eve|this app\b|"
+    r"chit ?chat|gift card|\braffle|\bchats?\b|\bpoints\b|challenge",
     re.I,
 )
 
@@ -42,7 +42,7 @@ _OPEN_END = re.compile(
 
 
 def chat_turns(messages: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Merges consecutive messages of one sender into turns; returns [] unless two people alternate."""
+    """Merges consecutive messages of one sender into turns; returns [] unless two people talk."""
     turns: list[str] = []
     senders: list[str] = []
     for message in (message for group in messages for message in group):
@@ -65,7 +65,8 @@ def clean_stretches(turns: Sequence[str], minimum: int = 4) -> list[list[str]]:
     """Cuts a chat at turns about the collection itself; a chat with a rude word gives nothing.
 
     Returns:
-        Stretches of at least ``minimum`` turns, each of an even number, so every turn has an answer.
+        Stretches of at least ``minimum`` turns, each of an even number, so every turn has an
+        answer.
     """
     if any(_RUDE.search(turn) for turn in turns):
         return []

@@ -1,10 +1,10 @@
 """Decoding and cleaning of the public texts that the small model is trained on.
 
-Lives here: pure functions from the file formats in which registry packages carry their texts (SWORD
-z-text modules, R lazy-load databases, play Markdown) to clean plain text.  Does not live here: chats
-(:mod:`cedar.training.chats`), downloading, the choice of sources and the held-out split
-(``tools/build_corpus.py``), and anything about tokens (:mod:`cedar.training.data`).  Standard library
-only.
+Lives here: pure functions from the file formats in which registry packages carry their texts
+(SWORD z-text modules, R lazy-load databases, play Markdown) to clean plain text.  Does not live
+here: chats (:mod:`cedar.training.chats`), downloading, the choice of sources and the held-out
+split (``tools/build_corpus.py``), and anything about tokens (:mod:`cedar.training.data`).
+Standard library only.
 """
 
 from __future__ import annotations

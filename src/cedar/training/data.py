@@ -2,7 +2,8 @@
 
 Lives here: turning a corpus (one JSON document per line) into a flat file of uint16 ids with an
 index of its documents, and the resumable batch iterator over it.  Does not live here: fetching and
-cleaning text (:mod:`cedar.training.corpus`) and the loss.  Called by the corpus tools and the trainer.
+cleaning text (:mod:`cedar.training.corpus`) and the loss.  Called by the corpus tools and the
+trainer.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def index_path(bin_path: str | Path) -> Path:
 def tokenize_corpus(jsonl: str | Path, tokenizer: Tokenizer, out: str | Path) -> dict[str, Any]:
     """Encodes a corpus once: ``out`` gets the ids, ``index_path(out)`` its documents and totals.
 
-    Every document is written as bos, its ids, eos.  Control tokens in the text (turn markers) become
-    their ids.
+    Every document is written as bos, its ids, eos.  Control tokens in the text (turn markers)
+    become their ids.
 
     Args:
         jsonl: one ``{"source", "id", "text"}`` per line.
@@ -143,11 +144,11 @@ class TokenFile:
 class TokenBatches:
     """Endless, deterministic, resumable batches of packed windows.
 
-    Each epoch puts the documents in a new random order, joins them to one stream, cuts the stream from
-    a random phase into windows that overlap by one id, and deals the windows out in random order.  A
-    window is a run of one document or passes from the end of one (eos) to the start of the next (bos);
-    no id is predicted twice in an epoch.  Windows that do not fill the last batch are left out; the
-    next epoch cuts elsewhere.
+    Each epoch puts the documents in a new random order, joins them to one stream, cuts the stream
+    from a random phase into windows that overlap by one id, and deals the windows out in random
+    order.  A window is a run of one document or passes from the end of one (eos) to the start of
+    the next (bos); no id is predicted twice in an epoch.  Windows that do not fill the last batch
+    are left out; the next epoch cuts elsewhere.
 
     Args:
         path: a file of :func:`tokenize_corpus`.
@@ -195,7 +196,7 @@ class TokenBatches:
         return self
 
     def __next__(self) -> torch.Tensor:
-        """Returns the next batch, int64 ``[B, T + 1]``: inputs ``[:, :-1]``, targets ``[:, 1:]``."""
+        """Returns the next batch, int64 ``[B, T + 1]``: inputs ``[:, :-1]``, then one id later."""
         epoch, place = divmod(self._position, self.batches_per_epoch)
         if epoch != self._epoch:
             self._start_epoch(epoch)

@@ -45,7 +45,7 @@ SPLIT_PATTERN = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out_path: str | Path) -> None:
-    """Trains a byte-level BPE and writes ``tokenizer.json``, with ``tokenizer_config.json`` beside it.
+    """Trains a byte-level BPE; writes ``tokenizer.json``, ``tokenizer_config.json`` beside it.
 
     No normaliser and no prefix blank, and all 256 bytes are in the vocabulary, so every string
     survives encode and decode unchanged.  Control tokens in ``texts`` are left out of the training.
@@ -56,8 +56,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out_path: str | Path)
         out_path: the file to write.
 
     Raises:
-        UsageError: ``vocab_size`` has no room for the control tokens and the bytes, or the texts are
-            too short to fill it.
+        UsageError: ``vocab_size`` has no room for the control tokens and the bytes, or the texts
+            are too short to fill it.
     """
     smallest = len(CONTROL_TOKENS) + 256
     if vocab_size < smallest:
