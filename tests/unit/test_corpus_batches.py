@@ -64,7 +64,8 @@ def test_bytes_are_counted_without_control_tokens_and_totals_by_source(token_fil
 
 def test_a_batch_holds_windows_of_one_more_id_than_positions(token_file: Path) -> None:
     batch = next(TokenBatches(token_file, batch_size=3, sequence_length=8, seed=0))
-    assert batch.shape == (3, 9) and batch.dtype == torch.int64
+    assert batch.shape == (3, 9)
+    assert batch.dtype == torch.int64
 
 
 def test_windows_are_runs_of_whole_documents_joined_end_to_start(token_file: Path) -> None:
@@ -93,6 +94,13 @@ def test_no_id_is_predicted_twice_in_an_epoch_and_few_are_left_out(token_file: P
     )
     assert predicted <= available
     assert available.total() - predicted.total() < 8 + 2 * 8 + 8
+
+
+def test_windows_of_one_book_are_not_dealt_out_in_its_order(token_file: Path) -> None:
+    batches = TokenBatches(token_file, batch_size=20, sequence_length=8, seed=5)
+    batch = next(batches)
+    follows = (batch[:-1, -1] == batch[1:, 0]).sum()  # windows that follow overlap by one id
+    assert follows < 10
 
 
 def test_order_depends_on_the_seed_and_the_epoch_only(token_file: Path) -> None:

@@ -17,7 +17,8 @@ TOOL = Path(__file__).parents[2] / "tools" / "build_corpus.py"
 @pytest.fixture(scope="module")
 def tool() -> Iterator[ModuleType]:
     spec = importlib.util.spec_from_file_location("build_corpus", TOOL)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["build_corpus"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -74,7 +75,8 @@ def test_a_build_writes_both_splits_and_bytes_per_source(
     assert '"id": "b"' in (tmp_path / "heldout.jsonl").read_text(encoding="utf-8")
     (entry,) = json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8"))["sources"]
     assert entry["bytes"] == {"train": 3, "heldout": 7}
-    assert entry["package"] == "pypi:toy==1" and entry["licence"] == "CC0"
+    assert entry["package"] == "pypi:toy==1"
+    assert entry["licence"] == "CC0"
 
 
 def test_a_text_that_spells_a_control_token_stops_the_build(
@@ -95,4 +97,5 @@ def test_tokenizing_writes_a_vocabulary_and_a_token_file_per_split(
     for split in ("train", "heldout"):
         assert (tmp_path / f"{split}.bin").stat().st_size > 0
         index = json.loads((tmp_path / f"{split}.index.json").read_text(encoding="utf-8"))
-        assert index["vocab_size"] == 280 and index["documents"][0]["id"] == split
+        assert index["vocab_size"] == 280
+        assert index["documents"][0]["id"] == split

@@ -67,6 +67,11 @@ def test_a_long_run_of_broken_bytes_does_not_make_steps_longer() -> None:
     assert tokenizer.longest < 100
 
 
+def test_control_tokens_after_an_unfinished_character_do_not_split_it() -> None:
+    ids = [0x80] * 22 + [0xF0, 0x9F, 0x98] + [SPECIAL] * 8 + [0x80, 65]
+    assert "".join(stream(ids)) == "\ufffd" * 22 + "😀A"
+
+
 bytes_of_text = st.text().map(lambda text: list(text.encode()))
 broken_bytes = st.lists(st.integers(0, SPECIAL), max_size=120)
 stuck_bytes = st.lists(st.sampled_from([0xF0, 0x9F, 0x98, 0x80, 0xE2, 0x41, SPECIAL]), max_size=120)

@@ -47,6 +47,11 @@ def test_control_tokens_have_the_first_ids_in_their_published_order(tokenizer: T
     assert tokenizer.token_to_id("no such entry") is None
 
 
+def test_the_vocabulary_has_no_pieces_of_control_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_to_id("<|") is None
+    assert tokenizer.token_to_id("|>") is None
+
+
 def test_words_of_the_training_text_are_single_tokens(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.encode(" whale the")) == 2
 
