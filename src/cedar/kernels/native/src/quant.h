@@ -1,9 +1,9 @@
-// Rounding to and from the small number formats, a group of values at a time.
+// Rounding to and from the small number formats, a vector of values at a time.
 //
-// The rules are the model's semantics (specification section 5) and hold bit for bit. Written as
-// plain loops over a fixed count, which compilers turn into vectors of the variant being compiled;
-// only the table look-up of packed E2M1 has vector code of its own. No step depends on subnormal
-// arithmetic of the machine: torch may have switched it off in the calling thread.
+// The rules are the model's semantics (specification section 5) and hold bit for bit. Written with
+// the compiler's vector types, which gcc and clang map to any instruction set; only the table
+// look-up of packed E2M1 has code of its own. No step depends on subnormal arithmetic of the
+// machine: torch may have switched it off in the calling thread.
 #pragma once
 
 #include "simd.h"
@@ -14,9 +14,29 @@ namespace CEDAR_ISA {
 constexpr int kFloat32 = 0, kBfloat16 = 1;  // the dtype flag of every entry point
 constexpr int kActGroup = 32;               // values that share one activation scale
 
-constexpr uint32_t kSignBit = 0x80000000u;
 constexpr uint8_t kNanScale = 255;  // E8M0
 constexpr uint8_t kNanCode = 0x7f;  // E4M3
+constexpr int32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
+
+constexpr int kLanes = F32::kLanes;
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+typedef uint16_t CodePairs __attribute__((vector_size(16)));  // two E2M1 codes, a byte each
+typedef uint8_t Packed __attribute__((vector_size(8)));
+
+template <class V>
+CEDAR_INLINE V load_vector(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V>
+CEDAR_INLINE void store_vector(void* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
 
 // ---- loading and storing a group ---------------------------------------------------------------
 
@@ -24,7 +44,10 @@ template <int n>
 CEDAR_INLINE void load_values(const void* x, int dtype, int64_t offset, float* out) {
   if (dtype == kBfloat16) {
     const uint16_t* p = static_cast<const uint16_t*>(x) + offset;
-    for (int i = 0; i < n; ++i) out[i] = bf16_to_float(p[i]);
+    for (int i = 0; i < n; i += kLanes) {
+      const Ints wide = __builtin_convertvector(load_vector<Halves>(p + i), Ints);
+      store_vector(out + i, wide << 16);
+    }
   } else {
     std::memcpy(out, static_cast<const float*>(x) + offset, n * sizeof(float));
   }
@@ -35,7 +58,10 @@ template <int n>
 CEDAR_INLINE void store_exact(const float* x, void* out, int dtype, int64_t offset) {
   if (dtype == kBfloat16) {
     uint16_t* p = static_cast<uint16_t*>(out) + offset;
-    for (int i = 0; i < n; ++i) p[i] = static_cast<uint16_t>(bits_of_float(x[i]) >> 16);
+    for (int i = 0; i < n; i += kLanes) {
+      const Ints high = (load_vector<Ints>(x + i) >> 16) & 0xffff;
+      store_vector(p + i, __builtin_convertvector(high, Halves));
+    }
   } else {
     std::memcpy(static_cast<float*>(out) + offset, x, n * sizeof(float));
   }
@@ -43,18 +69,33 @@ CEDAR_INLINE void store_exact(const float* x, void* out, int dtype, int64_t offs
 
 // ---- scales ------------------------------------------------------------------------------------
 
+CEDAR_INLINE int32_t highest_lane(Ints v) {
+#if defined(CEDAR_AVX512)
+  return _mm512_reduce_max_epi32((__m512i)v);
+#elif defined(CEDAR_AVX2)
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128((__m256i)v),
+                            _mm256_extracti128_si256((__m256i)v, 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
+#else
+  int32_t best = v[0];
+  for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
+  return best;
+#endif
+}
+
 // max |x|; as an integer comparison it also lets infinity and NaN win.
 template <int n>
 CEDAR_INLINE float highest_magnitude(const float* x) {
-  uint32_t best = 0;
-  for (int i = 0; i < n; ++i) {
-    const uint32_t magnitude = bits_of_float(x[i]) & ~kSignBit;
-    best = magnitude > best ? magnitude : best;
+  Ints best = load_vector<Ints>(x) & kMagnitude;
+  for (int i = kLanes; i < n; i += kLanes) {
+    const Ints next = load_vector<Ints>(x + i) & kMagnitude;
+    best = next > best ? next : best;
   }
-  return float_of_bits(best);
+  return float_of_bits(static_cast<uint32_t>(highest_lane(best)));
 }
 
-CEDAR_INLINE bool is_finite(float x) { return (bits_of_float(x) & ~kSignBit) < 0x7f800000u; }
+CEDAR_INLINE bool is_finite(float x) { return (bits_of_float(x) & kMagnitude) < kInfinity; }
 
 // E8M0 byte of the smallest power of two >= ratio, for a normal ratio > 0.
 CEDAR_INLINE uint8_t pow2_ceil(float ratio) {
@@ -77,66 +118,93 @@ CEDAR_INLINE uint8_t act_scale(const float* x) {
 
 // ---- E4M3 --------------------------------------------------------------------------------------
 
-constexpr uint32_t kE4m3Normal = 0x3c800000u;  // 2^-6, below it the step is 2^-9
+constexpr int32_t kE4m3Normal = 0x3c800000;    // 2^-6, below it the step is 2^-9
 constexpr float kE4m3Magic = 16384.f;          // its last bit is worth 2^-9
+constexpr int32_t kE4m3MagicBits = 0x46800000;
+constexpr int32_t kE4m3Highest = 0x43e00000;   // 448
 
-// Code without sign of a magnitude given as float bits: to nearest, ties to even, at most 448.
-CEDAR_INLINE uint32_t e4m3_magnitude(uint32_t magnitude) {
-  const uint32_t normal = ((magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20) - (120u << 3);
-  const uint32_t small = bits_of_float(float_of_bits(magnitude) + kE4m3Magic) -
-                         bits_of_float(kE4m3Magic);
-  const uint32_t code = magnitude < kE4m3Normal ? small : normal;
-  return code < 0x7eu ? code : 0x7eu;
+// Codes, one a lane: to nearest, ties to even, at most 448 in magnitude.
+CEDAR_INLINE Ints e4m3_codes(Floats x) {
+  const Ints bits = (Ints)x, magnitude = bits & kMagnitude;
+  const Ints normal = ((magnitude + 0x7ffff + ((magnitude >> 20) & 1)) >> 20) - (120 << 3);
+  const Ints small = (Ints)((Floats)magnitude + kE4m3Magic) - kE4m3MagicBits;
+  const Ints code = magnitude < kE4m3Normal ? small : normal;
+  return (code < 0x7e ? code : Ints{} + 0x7e) | ((bits >> 24) & 0x80);
 }
 
-CEDAR_INLINE uint8_t e4m3_code(float x) {
-  const uint32_t bits = bits_of_float(x);
-  return static_cast<uint8_t>(e4m3_magnitude(bits & ~kSignBit) | ((bits & kSignBit) >> 24));
+// The values those codes mean, without making the codes.
+CEDAR_INLINE Floats e4m3_rounded(Floats x) {
+  const Ints bits = (Ints)x, magnitude = bits & kMagnitude;
+  const Ints normal = (magnitude + 0x7ffff + ((magnitude >> 20) & 1)) & ~0xfffff;
+  const Ints small = (Ints)(((Floats)magnitude + kE4m3Magic) - kE4m3Magic);
+  const Ints value = magnitude < kE4m3Normal ? small : normal;
+  return (Floats)((value < kE4m3Highest ? value : Ints{} + kE4m3Highest) | (bits & ~kMagnitude));
 }
 
-// The value an E4M3 code of x would have, without making the code.
-CEDAR_INLINE float e4m3_rounded(float x) {
-  const uint32_t bits = bits_of_float(x), magnitude = bits & ~kSignBit;
-  const uint32_t normal = (magnitude + 0x7ffffu + ((magnitude >> 20) & 1u)) & 0xfff00000u;
-  const uint32_t small = bits_of_float((float_of_bits(magnitude) + kE4m3Magic) - kE4m3Magic);
-  const uint32_t value = magnitude < kE4m3Normal ? small : normal;
-  const uint32_t highest = 0x43e00000u;  // 448
-  return float_of_bits((value < highest ? value : highest) | (bits & kSignBit));
+// Codes to values, exact; both NaN codes give NaN.
+CEDAR_INLINE Floats e4m3_values(Ints code) {
+  const Ints magnitude = code & 0x7f;
+  const Ints normal = (magnitude << 20) + (120 << 23);
+  const Ints small = (Ints)(__builtin_convertvector(magnitude, Floats) * 0x1p-9f);
+  const Ints finite = magnitude < 8 ? small : normal;
+  const Ints value = magnitude == kNanCode ? Ints{} + 0x7fc00000 : finite;
+  return (Floats)(value | ((code & 0x80) << 24));
 }
 
-// As e4m3_to_float of simd.h, in a form that vectorises and needs no subnormals.
-CEDAR_INLINE float e4m3_value(uint8_t code) {
-  const uint32_t magnitude = code & 0x7fu;
-  const uint32_t normal = (magnitude << 20) + (120u << 23);
-  const uint32_t small = bits_of_float(static_cast<float>(static_cast<int>(magnitude)) *
-                                       float_of_bits((127u - 9u) << 23));
-  const uint32_t finite = magnitude < 8 ? small : normal;
-  return float_of_bits((magnitude == kNanCode ? 0x7fc00000u : finite) |
-                       (static_cast<uint32_t>(code & 0x80u) << 24));
+template <int n>
+CEDAR_INLINE void encode_e4m3(const float* x, float factor, uint8_t* codes) {
+  for (int i = 0; i < n; i += kLanes) {
+    const Ints code = e4m3_codes(load_vector<Floats>(x + i) * factor);
+    store_vector(codes + i, __builtin_convertvector(code, Bytes));
+  }
+}
+
+template <int n>
+CEDAR_INLINE void decode_e4m3(const uint8_t* codes, float scale, float* out) {
+  for (int i = 0; i < n; i += kLanes) {
+    const Ints code = __builtin_convertvector(load_vector<Bytes>(codes + i), Ints);
+    store_vector(out + i, e4m3_values(code) * scale);
+  }
+}
+
+CEDAR_INLINE uint8_t encode_e4m3_one(float x) { return static_cast<uint8_t>(e4m3_codes(Floats{} + x)[0]); }
+
+// Replaces an activation group by what its quantised form means (specification 5.2); NaN if a value
+// is not finite. The result can overflow to infinity, as the formula says.
+CEDAR_INLINE void round_act_group(float* x) {
+  const uint8_t byte = act_scale(x);
+  const float scale = e8m0_to_float(byte);
+  const float inverse = byte == kNanScale ? scale : pow2_inverse(byte);
+  for (int i = 0; i < kActGroup; i += kLanes) {
+    store_vector(x + i, e4m3_rounded(load_vector<Floats>(x + i) * inverse) * scale);
+  }
 }
 
 // ---- E2M1 --------------------------------------------------------------------------------------
 
-// Code without sign: to nearest, ties to the even code, at most 6.
-CEDAR_INLINE uint32_t e2m1_magnitude(uint32_t magnitude) {
-  constexpr uint32_t kNormal = 0x3f800000u;  // 1, below it the step is a half
-  constexpr float kMagic = 4194304.f;        // its last bit is worth a half
-  const uint32_t normal = ((magnitude + 0x1fffffu + ((magnitude >> 22) & 1u)) >> 22) - (126u << 1);
-  const uint32_t small = bits_of_float(float_of_bits(magnitude) + kMagic) - bits_of_float(kMagic);
-  const uint32_t code = magnitude < kNormal ? small : normal;
-  return code < 7u ? code : 7u;
+// Codes, one a lane: to nearest, ties to the even code, at most 6; the sign of zero is kept.
+CEDAR_INLINE Ints e2m1_codes(Floats x) {
+  constexpr int32_t kNormal = 0x3f800000;  // 1, below it the step is a half
+  constexpr float kMagic = 4194304.f;      // its last bit is worth a half
+  constexpr int32_t kMagicBits = 0x4a800000;
+  const Ints bits = (Ints)x, magnitude = bits & kMagnitude;
+  const Ints normal = ((magnitude + 0x1fffff + ((magnitude >> 22) & 1)) >> 22) - (126 << 1);
+  const Ints small = (Ints)((Floats)magnitude + kMagic) - kMagicBits;
+  const Ints code = magnitude < kNormal ? small : normal;
+  return (code < 7 ? code : Ints{} + 7) | ((bits >> 28) & 8);
 }
 
-// Packs n scaled values to n/2 bytes, the even one in the low nibble; the sign of zero is kept.
+// Packs n scaled values to n/2 bytes, the even one in the low nibble.
 template <int n>
-CEDAR_INLINE void encode_e2m1(const float* x, uint8_t* out) {
-  uint32_t codes[n];
-  for (int i = 0; i < n; ++i) {
-    const uint32_t bits = bits_of_float(x[i]);
-    codes[i] = e2m1_magnitude(bits & ~kSignBit) | ((bits & kSignBit) >> 28);
+CEDAR_INLINE void encode_e2m1(const float* scaled, uint8_t* packed) {
+  alignas(64) uint8_t codes[n];
+  for (int i = 0; i < n; i += kLanes) {
+    const Ints code = e2m1_codes(load_vector<Floats>(scaled + i));
+    store_vector(codes + i, __builtin_convertvector(code, Bytes));
   }
-  for (int i = 0; i < n / 2; ++i) {
-    out[i] = static_cast<uint8_t>(codes[2 * i] | (codes[2 * i + 1] << 4));
+  for (int i = 0; i < n; i += 16) {
+    const CodePairs pairs = load_vector<CodePairs>(codes + i);
+    store_vector(packed + i / 2, __builtin_convertvector((pairs | (pairs >> 4)) & 0xff, Packed));
   }
 }
 
@@ -147,6 +215,7 @@ CEDAR_INLINE void decode_e2m1_16(const uint8_t* packed, float scale, float* out)
                                       -1.5f, -2.f, -3.f, -4.f, -6.f);
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(packed));
   const __m512i pairs = _mm512_cvtepu8_epi64(bytes);
+  // The table look-up reads four bits of each 32-bit lane: low nibble below, high nibble above.
   const __m512i codes = _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
   _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_permutexvar_ps(codes, table), _mm512_set1_ps(scale)));
 #elif defined(CEDAR_AVX2)
