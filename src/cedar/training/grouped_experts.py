@@ -18,7 +18,7 @@ class _GroupedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, limit: float,
-        kernels: Kernels,
+        packed: bool, kernels: Kernels,
     ) -> Tensor:  # fmt: skip
         per_row = chosen.shape[1]
         flat = chosen.flatten()
@@ -32,6 +32,8 @@ class _GroupedExperts(torch.autograd.Function):
         h = x.new_empty(order.shape[0], up.shape[1])
         _products(sorted_x, up.transpose(1, 2), counts, h)
         hidden = kernels.swiglu(h, route, limit)
+        if packed:
+            hidden = kernels.fake_act(hidden)
         y = x.new_empty(order.shape[0], down.shape[1])
         _products(hidden, down.transpose(1, 2), counts, y)
         out = y[place].view(x.shape[0], per_row, -1).sum(1)
@@ -53,7 +55,7 @@ class _GroupedExperts(torch.autograd.Function):
         dx = torch.empty_like(sorted_x)
         _products(dh, up, counts, dx)
         dx = dx[place].view(-1, ctx.per_row, dx.shape[-1]).sum(1)
-        return dx, d_route[place].view(-1, ctx.per_row), None, d_up, d_down, None, None
+        return dx, d_route[place].view(-1, ctx.per_row), None, d_up, d_down, None, None, None
 
 
 def _products(x: Tensor, weight: Tensor, counts: list[int], out: Tensor) -> None:
@@ -79,14 +81,15 @@ def _weight_grads(dy: Tensor, x: Tensor, counts: list[int], like: Tensor) -> Ten
 
 def grouped_experts(
     x: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor, limit: float,
-    kernels: Kernels,
+    packed: bool, kernels: Kernels,
 ) -> Tensor:  # fmt: skip
     """Sum of each row's experts.
 
     Args:
         x: `[N, D]`.   weights: float32 `[N, k]`.   chosen: int64 `[N, k]`.
         up: `[E, 2 I, D]`, gate rows then up rows.   down: `[E, D, I]`.
+        packed: round the hidden rows to E4M3 before `down`, straight through.
     """
-    out = _GroupedExperts.apply(x, weights, chosen, up, down, limit, kernels)
+    out = _GroupedExperts.apply(x, weights, chosen, up, down, limit, packed, kernels)
     assert isinstance(out, Tensor)
     return out

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from cedar.training import fused, pieces
+from cedar.training import fused, pieces, rounding
 
 
 def compiler_available() -> bool:
@@ -27,10 +29,10 @@ class Kernels:
         self.compiled = compiled
 
         def prepared(function: Callable[..., Any]) -> Callable[..., Any]:
-            return torch.compile(function, dynamic=False, fullgraph=True) if compiled else function
+            if not compiled:
+                return function
+            return torch.compile(function, dynamic=False, fullgraph=True, recompile_limit=64)
 
-        if compiled:
-            torch._dynamo.config.recompile_limit = 64
         self.rms_norm = prepared(pieces.rms_norm)
         self.rotate = prepared(pieces.rotate)
         self.swiglu = prepared(pieces.swiglu)
@@ -38,6 +40,41 @@ class Kernels:
         self.joint_softmax = prepared(pieces.joint_softmax)
         self.softmax_grad = prepared(pieces.softmax_grad)
         self.cross_entropy = prepared(pieces.cross_entropy)
+        self.fake_fp4 = prepared(rounding.fake_fp4)
+        self.fake_fp8_tiles = prepared(rounding.fake_fp8_tiles)
+        self.fake_act = prepared(rounding.fake_act)
         self.enter = prepared(fused.enter)
         self.seam = prepared(fused.seam)
         self.leave = prepared(fused.leave)
+
+    def through_act(self, x: Tensor) -> Tensor:
+        """`fake_act` whose gradient passes unchanged."""
+        rounded = _StraightThrough.apply(x, self.fake_act, x.dtype)
+        assert isinstance(rounded, Tensor)
+        return rounded
+
+    def through_fp4(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """A master `[out, in]` as its packed FP4 values in `dtype`; the gradient passes unchanged."""
+        rounded = _StraightThrough.apply(weight, self.fake_fp4, dtype)
+        assert isinstance(rounded, Tensor)
+        return rounded
+
+    def through_fp8(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """A master `[out, in]` as its tiled FP8 values in `dtype`; the gradient passes unchanged."""
+        rounded = _StraightThrough.apply(weight, self.fake_fp8_tiles, dtype)
+        assert isinstance(rounded, Tensor)
+        return rounded
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> Tensor:
+        ctx.dtype = x.dtype
+        return function(x).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad.to(ctx.dtype), None, None

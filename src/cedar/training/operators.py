@@ -7,7 +7,7 @@ where they are used, or to the released packed format first when `quantiser` is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class TrainingOperators(ReferenceOperators):
     """See the module docstring.
 
     Attributes:
+        prepared: id of a master weight -> its packed-format value, from `quantiser.py`; products
+            with such a weight also round their input, as inference does.
         counts: rows per expert of every `route` call since it was cleared, for router balance.
     """
 
@@ -47,6 +49,8 @@ class TrainingOperators(ReferenceOperators):
         return self._kernels.rotate(x, cos, -sin if inverse else sin)
 
     def linear(self, x: Tensor, weight: Weight, *, quantise_input: bool = True) -> Tensor:
+        if quantise_input and id(weight.values) in self.prepared:
+            x = self._kernels.through_act(x)
         return F.linear(x, self.weight(weight.values, x.dtype))
 
     def grouped_linear(self, x: Tensor, weight: Weight) -> Tensor:
@@ -79,11 +83,16 @@ class TrainingOperators(ReferenceOperators):
                 (self.weight(one.w1.values, x.dtype), self.weight(one.w3.values, x.dtype))
             )
 
+        packed = id(experts[0].w1.values) in self.prepared
+        if packed:
+            x = self._kernels.through_act(x)
         up = torch.stack([stacked(expert) for expert in experts])
         down = torch.stack([self.weight(expert.w2.values, x.dtype) for expert in experts])
         routed = grouped_experts(
-            x, routing.weights, routing.experts, up, down, limit, self._kernels
+            x, routing.weights, routing.experts, up, down, limit, packed, self._kernels
         )
         h = F.linear(x, stacked(shared))
         hidden = self._kernels.swiglu(h, x.new_ones(x.shape[0], dtype=torch.float32), limit)
+        if packed:
+            hidden = self._kernels.through_act(hidden)
         return routed + F.linear(hidden, self.weight(shared.w2.values, x.dtype))

@@ -58,7 +58,9 @@ class TrainingRows(DenseRows):
         """Straight-through: the forward value is the stored row's, the gradient passes unchanged."""
         if not self._phase.quantise:
             return x
-        return x + (fake_quantise(x.detach(), kind) - x.detach())
+        if kind == "main":
+            return x + (fake_quantise(x.detach(), kind) - x.detach())
+        return self._kernels.through_act(x) if kind == "window" else self._kernels.through_fp4(x, x.dtype)
 
     def select(self, spec: LayerSpec, queries: Spans, index_q: Tensor, weights: Tensor) -> None:
         """Keep the branch for its loss; in the sparse phase also publish the top-k mask."""
