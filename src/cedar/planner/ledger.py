@@ -131,6 +131,20 @@ class Ledger(Mapping[str, Number]):
                 copy._append(replace(line, value=changes.get(line.name, line.value)))
         return copy
 
+    def value_at(self, name: str, changes: Mapping[str, Number]) -> Number:
+        """One line's value if some constants had other values; evaluates only what it depends on."""
+        known: dict[str, Number] = dict(changes)
+
+        def value(wanted: str) -> Number:
+            if wanted not in known:
+                line = self._lines[wanted]
+                known[wanted] = line.value
+                if line.inputs:
+                    known[wanted] = evaluate(line.formula, {used: value(used) for used in line.inputs})
+            return known[wanted]
+
+        return value(name)
+
     def nested(self, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
         """Values by dotted path as nested dictionaries, leaving out the named groups."""
         tree: dict[str, Any] = {}

@@ -77,6 +77,14 @@ class Request:
                 f"encoder_replay={self.encoder_replay!r}; allowed: {', '.join(ENCODER_REPLAY)}",
                 param="encoder_replay",
             )
+        for windows, mode in (("replay_windows", self.decoder_prefill),
+                              ("encoder_replay_windows", self.encoder_replay)):  # fmt: skip
+            if getattr(self, windows) != 1 and mode in ("full", "exact"):
+                raise RequestError(
+                    f"{windows}={getattr(self, windows)} has no effect with mode {mode!r}; use it with "
+                    f"a bounded replay",
+                    param=windows,
+                )
 
     @property
     def total_tokens(self) -> int:

@@ -7,10 +7,9 @@ how tensors split under tensor parallelism. No formula about requests lives here
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, get_args
 
 from cedar.config.layer_plan import Side
 from cedar.config.model_config import ModelConfig
@@ -20,8 +19,9 @@ from cedar.planner.expression import ceil_div
 
 #: What one layer's matrices are multiplied for; a FLOP line each.
 Product = Literal["attention_projections", "kv_projections", "index_queries", "index_weights",
-                  "routed_experts", "shared_experts", "router", "hyper_connections", "engram"]  # fmt: skip
-PRODUCTS: tuple[Product, ...] = Product.__args__  # type: ignore[attr-defined]
+                  "routed_experts", "shared_experts", "router", "hyper_connections", "engram",
+                  "adapter"]  # fmt: skip
+PRODUCTS: tuple[Product, ...] = get_args(Product)
 
 #: Residency classes: tensors that are needed at the same rhythm and may live in the same places.
 WeightClass = Literal["resident", "routed_experts", "embed", "vision", "draft", "engram_tables"]
@@ -52,8 +52,7 @@ _CLASS_OF_PART: dict[Part, WeightClass] = {
 
 #: Tensors that a tensor-parallel rank holds only its share of; the others are replicated.
 #: Source: the released reference program's split (vocabulary, heads, groups, experts, table rows).
-_SPLIT = (".wq_b.", ".wo_a.", ".wo_b.", ".attn_sink", ".weights_proj.", ".ffn.experts.",
-          ".engram.embed.")  # fmt: skip
+_SPLIT = (".wq_b.", ".wo_a.", ".wo_b.", ".attn_sink", ".weights_proj.", ".ffn.experts.")
 
 
 def weight_class(part: Part) -> WeightClass:
@@ -63,7 +62,9 @@ def weight_class(part: Part) -> WeightClass:
 
 def is_split(tensor: TensorSpec) -> bool:
     """Whether tensor parallelism gives a rank only its share of this tensor."""
-    return tensor.part in ("embed", "head") or any(mark in tensor.name for mark in _SPLIT)
+    if tensor.part in ("embed", "head", "routed_experts", "engram_tables"):
+        return True
+    return any(mark in tensor.name for mark in _SPLIT)
 
 
 def padded_width(width: int, ways: int, alignment: int = 1) -> int:
@@ -94,18 +95,39 @@ class Tally:
     parameters: Counter[Part] = field(default_factory=Counter)
     nbytes: Counter[Part] = field(default_factory=Counter)
     split_bytes: Counter[Part] = field(default_factory=Counter)
-    macs: dict[Product, Fraction] = field(default_factory=lambda: dict.fromkeys(PRODUCTS, Fraction()))
+    #: parameters multiplied, by product and by the number of tokens that share one multiplication
+    products: Counter[tuple[Product, int]] = field(default_factory=Counter)
 
-    def add(self, tensor: TensorSpec) -> None:
-        """Count one tensor."""
+    def add(self, tensor: TensorSpec, tokens: int) -> None:
+        """Count one tensor, multiplied once for every `tokens` tokens."""
+        nbytes = tensor.nbytes
         self.parameters[tensor.part] += tensor.parameters
-        self.nbytes[tensor.part] += tensor.nbytes
+        self.nbytes[tensor.part] += nbytes
         if is_split(tensor):
-            self.split_bytes[tensor.part] += tensor.nbytes
+            self.split_bytes[tensor.part] += nbytes
+        product = _product(tensor)
+        if product is not None:
+            self.products[product, tokens] += tensor.parameters
 
-    def multiply(self, product: Product, macs: Fraction) -> None:
-        """Count multiply-accumulates a token."""
-        self.macs[product] += macs
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            self.parameters + other.parameters,
+            self.nbytes + other.nbytes,
+            self.split_bytes + other.split_bytes,
+            self.products + other.products,
+        )
+
+    def macs(self, product: Product, config: ModelConfig) -> Fraction:
+        """Multiply-accumulates a token; routed experts by the share that is chosen."""
+        macs = sum(
+            (Fraction(n, tokens) for (name, tokens), n in self.products.items() if name == product),
+            Fraction(),
+        )
+        if product == "routed_experts":
+            return macs * config.num_experts_per_tok / config.n_routed_experts
+        if product == "adapter":  # once on each query head, once on each output head
+            return macs * 2 * config.num_attention_heads
+        return macs
 
 
 @dataclass(frozen=True)
@@ -114,12 +136,12 @@ class ModelWeights:
 
     Attributes:
         total: every tensor of the checkpoint.
-        sides: backbone layers of the encoder and of the decoder; `macs` are per token and leave out
-            routing: routed experts count num_experts_per_tok of n_routed_experts.
-        projection: the compressor and index-key weights of decoder owners fed from the boundary.
+        sides: backbone layers of the encoder and of the decoder; the tables of an Engram are in
+            its layer's side.
+        projection: the compressor and index-key weights of the decoder's full layers.
         first_decoder: activated parameters of the first decoder layer, and its projection's share.
         tensors: number of tensors.
-        largest_buffers: bytes of each Engram tensor, the buffers a pinned allocator rounds.
+        engram_buffers: bytes of each Engram tensor, the buffers a pinned allocator rounds.
     """
 
     total: Tally
@@ -137,6 +159,8 @@ def _layer_of(name: str) -> int | None:
 
 def _product(tensor: TensorSpec) -> Product | None:
     """What a matrix is multiplied for; None for vectors, scales, tables and elementwise weights."""
+    if tensor.part == "adapter":
+        return "adapter"
     if len(tensor.shape) != 2 or not tensor.parameters:
         return None
     match tensor.part:
@@ -167,47 +191,38 @@ def activated(parameters: Counter[Part], config: ModelConfig) -> int:
     return others + routed * config.num_experts_per_tok // config.n_routed_experts
 
 
-def weigh(config: ModelConfig, tensors: Iterable[TensorSpec] | None = None) -> ModelWeights:
-    """Sum a config's tensors (those of its schema when `tensors` is None)."""
+def weigh(config: ModelConfig) -> ModelWeights:
+    """Sum the tensors of a config's schema."""
     plan = config.plan
-    boundary = {spec.layer_id for spec in plan.boundary_owners}
-    total, projection = Tally(), Tally()
+    rest, projection = Tally(), Tally()
     sides: dict[Side, Tally] = {"encoder": Tally(), "decoder": Tally()}
-    first: Counter[Part] = Counter()
-    first_projection = count = 0
+    first, first_projection = Tally(), Tally()
+    count = 0
     engram_buffers: list[int] = []
-    share = Fraction(config.num_experts_per_tok, config.n_routed_experts)
-    for tensor in weight_schema(config) if tensors is None else tensors:
+    for tensor in weight_schema(config):
         count += 1
-        total.add(tensor)
         if tensor.part == "engram_tables":
             engram_buffers.append(tensor.nbytes)
         layer_id = _layer_of(tensor.name)
         if layer_id is None:
+            rest.add(tensor, 1)
             continue
         spec = plan[layer_id]
-        side = sides[spec.side]
-        side.add(tensor)
-        macs, product = Fraction(tensor.parameters), _product(tensor)
-        if product == "routed_experts":
-            macs *= share
-        elif tensor.part == "indexer" and product == "kv_projections":
-            macs /= spec.compress_ratio  # one index key per compressed row
-        if product is not None:
-            side.multiply(product, macs)
-        projected = layer_id in boundary and _is_projection(tensor)
-        if projected:
-            projection.add(tensor)
-            if product is not None:
-                projection.multiply(product, macs)
+        tallies = [sides[spec.side]]
+        projects = spec.side == "decoder" and _is_projection(tensor)
+        if projects:
+            tallies.append(projection)
         if layer_id == plan.num_encoder_layers:
-            first[tensor.part] += tensor.parameters
-            first_projection += tensor.parameters if projected else 0
+            tallies += [first, first_projection] if projects else [first]
+        # One index key is made per compressed row, every other product once per token.
+        tokens = spec.compress_ratio if tensor.name.endswith(".indexer.wk.weight") else 1
+        for tally in tallies:
+            tally.add(tensor, tokens)
     return ModelWeights(
-        total=total,
+        total=sides["encoder"] + sides["decoder"] + rest,
         sides=sides,
         projection=projection,
-        first_decoder=(activated(first, config), first_projection),
+        first_decoder=(activated(first.parameters, config), sum(first_projection.parameters.values())),
         tensors=count,
         engram_buffers=tuple(engram_buffers),
     )
