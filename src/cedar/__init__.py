@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cedar.config.layer_plan import LayerPlan
     from cedar.config.model_config import ModelConfig
-    from cedar.engine.loading import load
+    from cedar.engine.sampling_params import SamplingParams
+    from cedar.llm import LLM
+    from cedar.loading import load
 
 __version__ = "0.1.0"
-__all__ = ["LayerPlan", "ModelConfig", "__version__", "load"]
+__all__ = ["LLM", "LayerPlan", "ModelConfig", "SamplingParams", "__version__", "load"]
 
 _WHERE = {
+    "LLM": "cedar.llm",
     "LayerPlan": "cedar.config.layer_plan",
     "ModelConfig": "cedar.config.model_config",
-    "load": "cedar.engine.loading",
+    "SamplingParams": "cedar.engine.sampling_params",
+    "load": "cedar.loading",
 }
 
 

@@ -114,6 +114,10 @@ class ModelState:
         """Tokens one sequence may grow to."""
         return self.tables.shape[1] * self.pool.block_size
 
+    def reset(self, slot: int) -> None:
+        """Make a slot an empty sequence; old ring and group contents become unreachable."""
+        self.slots[slot] = Slot()
+
     def check_room(self, slot: int, new_tokens: int) -> None:
         """Refuse tokens that would not fit.
 

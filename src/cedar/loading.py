@@ -1,4 +1,4 @@
-"""`load`: a model directory or preset -> `LoadedModel`. Called by `cedar.load`, `LLM` and the CLI.
+"""`load`: a model directory, `nano` or a preset -> `LoadedModel`. Called by `LLM` and the CLI.
 
 Headers are checked against the config before any weight is read. Packed weights stay packed, backed
 by the memory-mapped files; nothing makes a wide copy of the whole model.
@@ -19,7 +19,7 @@ from cedar.config.weight_schema import weight_schema
 from cedar.engine.forward import EngramRows
 from cedar.engine.loaded_model import LoadedModel
 from cedar.engine.random_weights import random_tensors
-from cedar.errors import UsageError
+from cedar.errors import CheckpointError, UsageError
 from cedar.formats.checkpoint import CheckpointReader
 from cedar.kernels.backends import select_operators
 from cedar.kernels.operators import Operators
@@ -27,6 +27,25 @@ from cedar.model.causal_lm import CausalLM
 from cedar.text.token_map import token_map
 
 PRESET_PREFIX = "preset:"
+#: Models that ship with the package, as directories under `assets`.
+SHIPPED = ("nano",)
+
+
+def resolve_model(name: str | Path) -> Path:
+    """The directory of a model: the one given, or that of a shipped model.
+
+    Raises:
+        CheckpointError: it does not exist.
+    """
+    directory = Path(name)
+    if str(name) in SHIPPED and not directory.is_dir():
+        directory = Path(__file__).parent / "assets" / str(name)
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"model {str(name)!r} is not a directory; pass a model directory in Hugging Face layout, "
+            f"{', '.join(SHIPPED)} (shipped with cedar) or preset:NAME (random weights)"
+        )
+    return directory
 
 
 def load(
@@ -40,7 +59,7 @@ def load(
     """Load a model.
 
     Args:
-        path: a directory in Hugging Face layout, or `preset:NAME` for random weights.
+        path: a directory in Hugging Face layout, `nano`, or `preset:NAME` for random weights.
         kernels: auto, reference or native.
         dtype: None for the released arithmetic (bfloat16 activations), "float32" to upcast every
             weight and activation.
@@ -57,7 +76,7 @@ def load(
     if str(path).startswith(PRESET_PREFIX):
         config = preset(str(path).removeprefix(PRESET_PREFIX))
         return from_config(config, ops=ops, dtype=activations, index_key_rule=index_key_rule, seed=seed)
-    directory = Path(path)
+    directory = resolve_model(path)
     config = ModelConfig.from_pretrained(directory)
     net = build_net(config, ops, activations)
     names = [name for name, _ in net.named_parameters()]

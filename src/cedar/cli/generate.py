@@ -1,0 +1,146 @@
+"""`cedar generate MODEL`: text to stdout, progress and the account of the run to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cedar.cli.options import model_options, read_text
+from cedar.errors import UsageError
+from cedar.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from cedar.llm import LLM
+
+
+@click.command()
+@model_options
+@click.option("--prompt", help="Prompt text.")
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the prompt text.")
+@click.option("--prompt-ids", help="Prompt as token ids, comma separated (models without tokenizer).")
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="New tokens at most.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 = greedy.")
+@click.option("--top-p", type=float, default=1.0, show_default=True)
+@click.option("--top-k", type=int, default=0, show_default=True, help="0 = off.")
+@click.option("--min-p", type=float, default=0.0, show_default=True)
+@click.option("--stop", multiple=True, help="String that ends the text; repeatable.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
+@click.option(
+    "--decoder-prefill", type=click.Choice(["report", "cut", "exact", "full"]),
+    help="Decoder rows of the prompt; default report, or full where the model cannot skip.",
+)  # fmt: skip
+@click.option("--replay-windows", type=int, default=1, show_default=True,
+              help="Windows that report and cut run through the decoder.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def generate(
+    model: str, kernels: str, dtype: str, index_key_rule: str, seed: int, prompt: str | None,
+    prompt_file: Path | None, prompt_ids: str | None, max_tokens: int, temperature: float,
+    top_p: float, top_k: int, min_p: float, stop: tuple[str, ...], ignore_eos: bool,
+    decoder_prefill: str | None, replay_windows: int, as_json: bool,
+) -> None:  # fmt: skip
+    """Generate text from a prompt; says on stderr what was run and stored."""
+    given = _prompt(prompt, prompt_file, prompt_ids)
+    from cedar.engine.sampling_params import SamplingParams
+    from cedar.llm import LLM
+    from cedar.loading import PRESET_PREFIX, load, resolve_model
+    from cedar.text.tokenizer import Tokenizer
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
+        seed=seed, stop=stop, ignore_eos=ignore_eos,
+    )  # fmt: skip
+    begin = time.perf_counter()
+    loaded = load(model, kernels=kernels, dtype=dtype, index_key_rule=index_key_rule, seed=seed)  # type: ignore[arg-type]
+    has_tokenizer = not model.startswith(PRESET_PREFIX)
+    tokenizer = Tokenizer.from_directory(resolve_model(model)) if has_tokenizer else None
+    _say(
+        f"loaded {model} in {format_seconds(time.perf_counter() - begin)}, kernels={loaded.ops.name}"
+        f", index_key_rule={index_key_rule}"
+    )
+    sized = LLM(loaded, tokenizer=tokenizer, max_num_seqs=1, max_model_len=1)
+    ids = sized.encode(given)
+    llm = LLM(
+        loaded, tokenizer=tokenizer, max_num_seqs=1, max_model_len=len(ids) + max_tokens,
+        decoder_prefill=decoder_prefill, replay_windows=replay_windows,
+        block_size=loaded.plan.ratio_lcm * -(-128 // loaded.plan.ratio_lcm),
+    )  # fmt: skip
+    _say(f"reading {len(ids)} prompt tokens, decoder_prefill={llm.engine.runner.decoder_prefill}")
+    text, out_ids, reason = "", [], None
+    for delta in llm.stream(ids, params):
+        if not as_json:
+            sys.stdout.write(delta.text)
+            sys.stdout.flush()
+        text += delta.text
+        out_ids += delta.token_ids
+        reason = delta.finish_reason
+    record = _record(model, llm, ids, text, out_ids, reason)
+    if as_json:
+        click.echo(json.dumps(record, ensure_ascii=False))
+    else:
+        click.echo("" if has_tokenizer else ",".join(map(str, out_ids)))
+    _say(_account_text(record))
+
+
+def _prompt(prompt: str | None, file: Path | None, ids: str | None) -> str | list[int]:
+    given = [value for value in (prompt, file, ids) if value is not None]
+    if len(given) != 1:
+        raise UsageError(
+            f"got {len(given)} prompts; give exactly one of --prompt, --prompt-file, --prompt-ids"
+        )
+    if ids is not None:
+        try:
+            return [int(part) for part in ids.split(",")]
+        except ValueError:
+            raise UsageError(f"--prompt-ids {ids!r} must be integers separated by commas") from None
+    return prompt if prompt is not None else read_text(file)  # type: ignore[arg-type]
+
+
+def _record(
+    model: str, llm: LLM, ids: list[int], text: str, out_ids: list[int], reason: str | None
+) -> dict[str, Any]:
+    """Everything measured about the run, as the JSON document."""
+    from cedar.config.flows import flow_name
+
+    state, account = llm.engine.runner.state, llm.engine.account
+    slot = state.slots[0]
+    return {
+        "model": model,
+        "text": text,
+        "token_ids": out_ids,
+        "finish_reason": reason,
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(out_ids),
+        "flow": flow_name(llm.model.config),
+        "decoder_prefill": llm.engine.runner.decoder_prefill,
+        "index_key_rule": llm.model.index_key_rule,
+        "kernels": llm.model.ops.name,
+        "phases": account.to_dict(),
+        "kv_tokens": slot.length,
+        "kv_bytes": state.kv_bytes(),
+        "window_bytes": state.window_bytes(),
+    }
+
+
+def _account_text(record: dict[str, Any]) -> str:
+    lines = [f"flow {record['flow']}, decoder_prefill={record['decoder_prefill']}"]
+    for name in ("encode", "project", "replay", "decode"):
+        phase = record["phases"][name]
+        what = "projections" if name == "project" else "layers"
+        lines.append(
+            f"  {name:<8}{phase['tokens']:>8} tokens x {phase['layers']:>2} {what:<12}"
+            f"{phase['token_layers']:>10} token-layers  {format_seconds(phase['seconds']):>9}"
+        )
+    lines.append(
+        f"  stored  KV {format_bytes(record['kv_bytes'])} for {record['kv_tokens']} tokens, "
+        f"windows {format_bytes(record['window_bytes'])} (measured)"
+    )
+    return "\n".join(lines)
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)

@@ -1,0 +1,62 @@
+"""`EngineConfig`: every knob of the engine, named as in vLLM; its field docs are the CLI's help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cedar.config.layer_plan import LayerPlan
+from cedar.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits and modes of one engine.
+
+    Attributes:
+        max_model_len: tokens one request may hold, prompt and output together.
+        max_num_seqs: requests that run at the same time.
+        max_num_batched_tokens: prompt tokens read per step, all requests together.
+        block_size: tokens per block of the KV pool; a multiple of every compression ratio.
+        num_blocks: blocks in the pool; None = enough for max_num_seqs requests of max_model_len.
+        decoder_prefill: report, cut, exact or full; None = report where the plan allows CED.
+        replay_windows: windows of prompt that report and cut run through the decoder.
+        enable_prefix_caching: reuse global rows of equal prefixes.
+        encoder_replay: how windows are rebuilt after a prefix hit, bounded or exact.
+    """
+
+    max_model_len: int = 4096
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 2048
+    block_size: int = 128
+    num_blocks: int | None = None
+    decoder_prefill: str | None = None
+    replay_windows: int = 1
+    enable_prefix_caching: bool = False
+    encoder_replay: str = "bounded"
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+                     "replay_windows"):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"{name}={value!r} must be an integer of at least 1")
+        if self.num_blocks is not None and self.num_blocks < 1:
+            raise UsageError(f"num_blocks={self.num_blocks} must be at least 1, or None")
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        """Blocks a request of max_model_len tokens needs."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def pool_blocks(self) -> int:
+        """Blocks of the pool."""
+        if self.num_blocks is not None:
+            return self.num_blocks
+        return self.max_num_seqs * self.blocks_per_sequence
+
+    def resolve_decoder_prefill(self, plan: LayerPlan) -> str:
+        """The mode that runs: the one asked for, else report, else full where CED is impossible."""
+        if self.decoder_prefill is not None:
+            return self.decoder_prefill
+        return "report" if plan.ced_blocker is None else "full"

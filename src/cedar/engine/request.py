@@ -1,0 +1,110 @@
+"""`Request`: one completion from arrival to finish, as token ids. No torch.
+
+Owned by the scheduler; the runner appends tokens, the engine reports them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cedar.engine.sampling_params import SamplingParams
+
+
+class RequestStatus(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    """Why a request ended; the values are OpenAI's, plus abort."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(eq=False)
+class Request:
+    """One completion.
+
+    Attributes:
+        request_id: unique in the engine.
+        prompt_ids: the prompt.   params: sampling.
+        eos_token_id: ends the text unless ignored; None = there is none.
+        index: number of this completion among the `n` of its prompt.
+        output_ids: sampled so far.
+        status, finish_reason, stop_token: as they are; `stop_token` is the id that ended it.
+        slot: state slot while running.   block_ids: blocks of the pool while running.
+        read: prompt tokens already encoded in this run.
+        redone: output tokens fed back into the model; behind the sampled ones by one while running,
+            and by more after a preemption, when they are fed again.
+        preemptions: how often it lost its blocks.
+        cached_tokens: prompt tokens taken from the prefix cache.
+        arrival, first_token, finished_at: monotonic seconds.
+    """
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    eos_token_id: int | None = None
+    index: int = 0
+    output_ids: list[int] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    slot: int | None = None
+    block_ids: list[int] = field(default_factory=list)
+    read: int = 0
+    redone: int = 0
+    preemptions: int = 0
+    cached_tokens: int = 0
+    arrival: float = field(default_factory=time.monotonic)
+    first_token: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens the state holds now: prompt tokens read plus output tokens fed back."""
+        return self.read + self.redone
+
+    @property
+    def next_token(self) -> int:
+        """Output token to feed in the next decode step."""
+        return self.output_ids[self.redone]
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Ids that end the text."""
+        ids = list(self.params.stop_token_ids)
+        if self.eos_token_id is not None and not self.params.ignore_eos:
+            ids.append(self.eos_token_id)
+        return ids
+
+    def append(self, token: int) -> None:
+        """Take a sampled token; finish on an end id or at `max_tokens`."""
+        self.output_ids.append(token)
+        if self.first_token is None:
+            self.first_token = time.monotonic()
+        if len(self.output_ids) > self.params.min_tokens and token in self.end_ids:
+            self.stop_token = token
+            self.finish(FinishReason.STOP)
+        elif len(self.output_ids) >= self.params.max_tokens:
+            self.finish(FinishReason.LENGTH)
+
+    def finish(self, reason: FinishReason) -> None:
+        """Mark as ended."""
+        self.status, self.finish_reason = RequestStatus.FINISHED, reason
+        self.finished_at = time.monotonic()
+
+    def rewind(self) -> None:
+        """Forget what the state held; sampled tokens are kept and will be fed again."""
+        self.status = RequestStatus.WAITING
+        self.slot, self.block_ids = None, []
+        self.read = self.redone = 0

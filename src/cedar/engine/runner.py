@@ -1,0 +1,122 @@
+"""`Runner`: a `Batch` -> tensors -> model phases -> sampled tokens. The only engine file with tensors.
+
+Called by `engine.py`. It owns the state of all slots; the scheduler only knows block ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cedar.cache.state import ModelState
+from cedar.config.engine_config import EngineConfig
+from cedar.engine.account import Account
+from cedar.engine.batch import Batch, PrefillChunk
+from cedar.engine.loaded_model import LoadedModel
+from cedar.engine.phases import check_decoder_prefill, replay_rows
+from cedar.engine.request import Request
+from cedar.engine.sampler import Sampled, new_generator, sample
+from cedar.model.spans import Spans
+
+
+class Runner:
+    """Runs batches of one engine.
+
+    Args:
+        model: what to run.   config: limits and modes.
+
+    Attributes:
+        account: work of all phases since the engine started.
+    """
+
+    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+        mode = config.resolve_decoder_prefill(model.plan)
+        check_decoder_prefill(model.plan, mode, config.replay_windows)
+        self._model, self.decoder_prefill, self.account = model, mode, Account()
+        self._steps = replay_rows(model.plan, mode, config.replay_windows)  # type: ignore[arg-type]
+        self._keep = None if mode == "full" else self._steps[0].write
+        self.state = ModelState(
+            model.config,
+            num_slots=config.max_num_seqs,
+            num_blocks=config.pool_blocks,
+            max_blocks=config.blocks_per_sequence,
+            block_size=config.block_size,
+        )
+        self._generators: dict[str, torch.Generator] = {}
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> list[tuple[Request, Sampled]]:
+        """Run one step; tokens of the requests that got one."""
+        for request in (*(chunk.request for chunk in batch.prefills), *batch.decodes):
+            self._place(request)
+        results: list[tuple[Request, Sampled]] = []
+        if batch.prefills:
+            results += self._prefill(batch.prefills)
+        if batch.decodes:
+            results += self._decode(batch.decodes)
+        return results
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept for a finished request."""
+        self._generators.pop(request.request_id, None)
+
+    def _place(self, request: Request) -> None:
+        """Write the block table of a request; a slot's first use starts it empty."""
+        assert request.slot is not None
+        if request.read == 0:
+            self.state.reset(request.slot)
+        blocks = torch.tensor(request.block_ids, dtype=torch.int32)
+        self.state.tables[request.slot, : blocks.shape[0]] = blocks
+
+    def _prefill(self, chunks: Sequence[PrefillChunk]) -> list[tuple[Request, Sampled]]:
+        pieces = [torch.tensor(c.request.prompt_ids[c.start : c.start + c.count]) for c in chunks]
+        slots = [_slot(chunk.request) for chunk in chunks]
+        spans = Spans(tuple(slots), tuple(c.start for c in chunks), tuple(c.count for c in chunks))
+        forward = self._model.forward
+        last = forward.read_chunk(pieces, self.state, spans, self.account, keep_boundary=self._keep)
+        for chunk in chunks:
+            chunk.request.read += chunk.count
+        ending = [i for i, chunk in enumerate(chunks) if chunk.is_last]
+        if not ending:
+            return []
+        if last is None:
+            last = forward.replay(
+                self.state, [slots[i] for i in ending], self._steps, self.account
+            )
+        else:
+            last = last.rows(torch.tensor(ending))
+        requests = [chunks[i].request for i in ending]
+        return self._sample(requests, self._model.net.logits(last))
+
+    def _decode(self, requests: Sequence[Request]) -> list[tuple[Request, Sampled]]:
+        ids = torch.tensor([request.next_token for request in requests])
+        slots = [_slot(request) for request in requests]
+        last = self._model.forward.step(ids, self.state, slots, self.account)
+        for request in requests:
+            request.redone += 1
+        return self._sample(requests, self._model.net.logits(last))
+
+    def _sample(self, requests: Sequence[Request], logits: Tensor) -> list[tuple[Request, Sampled]]:
+        """Sample the requests that are up to date; one being fed again already has its token."""
+        results = []
+        for request, row in zip(requests, logits, strict=True):
+            if request.redone < len(request.output_ids):
+                continue
+            generator = self._generators.setdefault(
+                request.request_id, new_generator(request.params, request.index)
+            )
+            drawn = sample(
+                row, request.params, prompt=request.prompt_ids, output=request.output_ids,
+                end_ids=request.end_ids, generator=generator,
+            )  # fmt: skip
+            results.append((request, drawn))
+        return results
+
+
+def _slot(request: Request) -> int:
+    assert request.slot is not None
+    return request.slot
+
+

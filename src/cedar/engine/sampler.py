@@ -1,0 +1,113 @@
+"""Logits -> next token ids and log-probabilities. Called by `runner.py`.
+
+Every request is sampled on its own row with its own generator, so a draw does not depend on what
+else is in the batch. Order of the steps: penalties, bias, minimum length, temperature, top-k,
+top-p, min-p, draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cedar.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """One token's log-probability and its rank (1 = most likely)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One drawn token; `logprobs` holds it first, then the most likely ones, when asked for."""
+
+    token_id: int
+    logprobs: tuple[Logprob, ...] | None
+
+
+def new_generator(params: SamplingParams, index: int) -> torch.Generator:
+    """Generator of one completion: `seed` and the completion's number decide every draw."""
+    generator = torch.Generator()
+    if params.seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed((params.seed + index) % 2**63)
+    return generator
+
+
+def sample(
+    logits: Tensor, params: SamplingParams, *, prompt: Sequence[int], output: Sequence[int],
+    end_ids: Sequence[int], generator: torch.Generator,
+) -> Sampled:  # fmt: skip
+    """Draw one token.
+
+    Args:
+        logits: float32 `[V]`.   prompt, output: ids so far.
+        end_ids: ids that may not be drawn before `min_tokens` tokens.
+    """
+    adjusted = _penalised(logits, params, prompt, output)
+    for token, bias in params.logit_bias.items():
+        adjusted[token] += bias
+    if len(output) < params.min_tokens and end_ids:
+        adjusted[list(end_ids)] = float("-inf")
+    if params.is_greedy:
+        token = int(adjusted.argmax())
+    else:
+        kept = filter_logits(adjusted / params.temperature, params)
+        noise = torch.empty_like(kept).exponential_(generator=generator)
+        token = int((torch.softmax(kept, -1) / noise).argmax())
+    if params.logprobs is None:
+        return Sampled(token, None)
+    return Sampled(token, top_logprobs(adjusted, token, params.logprobs))
+
+
+def top_logprobs(logits: Tensor, token: int, count: int) -> tuple[Logprob, ...]:
+    """The token's entry, then the `count` most likely ones; impossible tokens are left out."""
+    values = torch.log_softmax(logits, -1)
+    own = values[token]
+    entries = [Logprob(token, float(own), int((values > own).sum()) + 1)]
+    best = values.topk(min(count, values.shape[0]))
+    for rank, (value, index) in enumerate(zip(best.values, best.indices, strict=True), start=1):
+        if torch.isfinite(value):
+            entries.append(Logprob(int(index), float(value), rank))
+    return tuple(entries)
+
+
+def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Set what top-k, top-p and min-p exclude to -inf; the most likely token always stays."""
+    if 0 < params.top_k < logits.shape[0]:
+        worst = logits.topk(params.top_k).values[-1]
+        logits = logits.masked_fill(logits < worst, float("-inf"))
+    if params.top_p < 1.0:
+        ordered, order = logits.sort(descending=True, stable=True)
+        probabilities = torch.softmax(ordered, -1)
+        # A token stays while the mass before it is below top_p.
+        outside = probabilities.cumsum(-1) - probabilities >= params.top_p
+        logits = logits.masked_fill(torch.zeros_like(outside).scatter(0, order, outside), float("-inf"))
+    if params.min_p > 0.0:
+        probabilities = torch.softmax(logits, -1)
+        logits = logits.masked_fill(probabilities < params.min_p * probabilities.max(), float("-inf"))
+    return logits
+
+
+def _penalised(
+    logits: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+) -> Tensor:
+    logits = logits.clone()
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted({*prompt, *output}), dtype=torch.int64)
+        values = logits[seen]
+        penalty = params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if output and (params.presence_penalty or params.frequency_penalty):
+        ids, counts = torch.tensor(output).unique(return_counts=True)
+        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
+    return logits

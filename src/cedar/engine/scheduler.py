@@ -1,0 +1,145 @@
+"""Who runs in the next step: admission, chunked prefill, decode, preemption. No tensors, no text.
+
+Every step feeds one token of each decoding request, then spends what is left of
+`max_num_batched_tokens` on prompts, oldest first. A request is admitted when a slot and all blocks
+of its tokens are free. When a decoding request needs a block and none is free, the youngest running
+request loses its blocks and waits again; when it comes back its prompt is read again and its tokens
+are fed again one by one, so the result is the one it would have had.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from cedar.cache.block_pool import BlockPool
+from cedar.config.engine_config import EngineConfig
+from cedar.engine.batch import Batch, PrefillChunk
+from cedar.engine.request import FinishReason, Request, RequestStatus
+from cedar.errors import DoesNotFitError, RequestError
+
+
+class Scheduler:
+    """Queues of one engine.
+
+    Args:
+        config: limits.   pool: block accounting.   vocab_size: bound of token ids.
+    """
+
+    def __init__(self, config: EngineConfig, pool: BlockPool, vocab_size: int) -> None:
+        self._config, self._pool, self._vocab_size = config, pool, vocab_size
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._free_slots = list(reversed(range(config.max_num_seqs)))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; refuse before any work what can never run.
+
+        Raises:
+            RequestError: the prompt is empty or an id is out of range.
+            DoesNotFitError: prompt and output exceed `max_model_len` or the whole pool.
+        """
+        prompt, params = request.prompt_ids, request.params
+        if not prompt:
+            raise RequestError("the prompt has no tokens; pass at least one", param="prompt")
+        for token in (*prompt, *params.logit_bias, *params.stop_token_ids):
+            if not 0 <= token < self._vocab_size:
+                raise RequestError(
+                    f"token id {token} is not in the vocabulary; allowed 0..{self._vocab_size - 1}",
+                    param="prompt",
+                )
+        total, limit = len(prompt) + params.max_tokens, self._config.max_model_len
+        if total > limit:
+            room = limit - len(prompt)
+            advice = f"lower max_tokens to {room} or " if room > 0 else "shorten the prompt or "
+            raise DoesNotFitError(
+                f"max_tokens={params.max_tokens} does not fit: prompt {len(prompt)} + "
+                f"{params.max_tokens} > max_model_len {limit}; {advice}raise --max-model-len"
+            )
+        need, have = self._blocks(total), self._pool.num_blocks
+        if need > have:
+            raise DoesNotFitError(
+                f"the request needs {need} blocks of {self._config.block_size} tokens, the pool has "
+                f"{have}; raise num_blocks or lower max_tokens"
+            )
+        self.waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request at once and give its blocks back; nothing to do if it has ended."""
+        if request.status is RequestStatus.FINISHED:
+            return
+        if request in self.running:
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+        request.finish(FinishReason.ABORT)
+
+    def schedule(self) -> Batch:
+        """Choose the work of the next step; blocks for it are allocated."""
+        preempted: list[Request] = []
+        decodes = []
+        for request in list(self.running):
+            if request.status is RequestStatus.DECODE and self._make_room(request, preempted):
+                decodes.append(request)
+        decodes = [request for request in decodes if request not in preempted]
+        budget = self._config.max_num_batched_tokens - len(decodes)
+        prefills: list[PrefillChunk] = []
+        for request in self.running:
+            if request.status is RequestStatus.PREFILL and budget > 0:
+                budget -= self._add_chunk(request, budget, prefills)
+        while self.waiting and budget > 0 and not preempted and self._admit(self.waiting[0]):
+            request = self.waiting.popleft()
+            budget -= self._add_chunk(request, budget, prefills)
+        return Batch(tuple(prefills), tuple(decodes), tuple(preempted))
+
+    def retire(self) -> list[Request]:
+        """Take finished requests off the running list and free what they held."""
+        finished = [r for r in self.running if r.status is RequestStatus.FINISHED]
+        for request in finished:
+            self._release(request)
+        return finished
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._config.block_size)
+
+    def _add_chunk(self, request: Request, budget: int, prefills: list[PrefillChunk]) -> int:
+        count = min(budget, len(request.prompt_ids) - request.read)
+        prefills.append(PrefillChunk(request, request.read, count))
+        return count
+
+    def _admit(self, request: Request) -> bool:
+        if not self._free_slots:
+            return False
+        blocks = self._pool.allocate(self._blocks(len(request.prompt_ids) + len(request.output_ids)))
+        if blocks is None:
+            return False
+        request.block_ids, request.slot = blocks, self._free_slots.pop()
+        request.status = RequestStatus.PREFILL
+        self.running.append(request)
+        return True
+
+    def _make_room(self, request: Request, preempted: list[Request]) -> bool:
+        """Ensure a block for the next token, preempting the youngest; False if that was itself."""
+        while request not in preempted and self._blocks(request.length + 1) > len(request.block_ids):
+            block = self._pool.allocate(1)
+            if block is not None:
+                request.block_ids += block
+                continue
+            victim = self.running[-1]
+            self._release(victim)
+            victim.rewind()
+            victim.preemptions += 1
+            self.waiting.appendleft(victim)
+            preempted.append(victim)
+        return request not in preempted
+
+    def _release(self, request: Request) -> None:
+        self.running.remove(request)
+        self._pool.release(request.block_ids)
+        assert request.slot is not None
+        self._free_slots.append(request.slot)
+        request.block_ids, request.slot = [], None

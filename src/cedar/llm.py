@@ -1,0 +1,229 @@
+"""`LLM`: the offline API, in vLLM's shape. Joins the engine (token ids) with text.
+
+Called by user programs, the CLI and benchmarks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cedar.cache.cached_rows import IndexKeyRule
+from cedar.config.engine_config import EngineConfig
+from cedar.engine.engine import Engine, StepOutput
+from cedar.engine.loaded_model import LoadedModel
+from cedar.engine.request import FinishReason
+from cedar.engine.sampler import Logprob
+from cedar.engine.sampling_params import SamplingParams
+from cedar.errors import UsageError
+from cedar.loading import PRESET_PREFIX, load, resolve_model
+from cedar.text.completion import CompletionText
+from cedar.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class CompletionOutput:
+    """One completion.
+
+    Attributes:
+        index: its number among the `n` of its prompt.
+        text, token_ids: the end token is among the ids, not in the text.
+        finish_reason: stop or length.   stop_reason: stop string or id that ended it.
+        logprobs: per token, when asked for.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[tuple[Logprob, ...]] | None = None
+
+
+@dataclass
+class RequestOutput:
+    """All completions of one prompt; `prompt` is None when it was given as ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """A piece of one completion while it is generated."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: a directory, `nano`, `preset:NAME`, or a model already loaded.
+        tokenizer: needed only for text prompts of a loaded model or preset.
+        kernels, dtype, index_key_rule, seed: as `cedar.load`.
+        engine: fields of `EngineConfig` (max_model_len, decoder_prefill, ...).
+
+    Raises:
+        UsageError: an unknown engine field or an impossible combination.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel,
+        *,
+        tokenizer: Tokenizer | None = None,
+        kernels: str = "auto",
+        dtype: str | None = None,
+        index_key_rule: IndexKeyRule = "corrected",
+        seed: int = 0,
+        **engine: Any,
+    ) -> None:
+        unknown = sorted(engine.keys() - EngineConfig.__dataclass_fields__.keys())
+        if unknown:
+            allowed = ", ".join(EngineConfig.__dataclass_fields__)
+            raise UsageError(f"LLM got unknown option(s) {', '.join(unknown)}; allowed: {allowed}")
+        if isinstance(model, LoadedModel):
+            self.model = model
+        else:
+            self.model = load(
+                model, kernels=kernels, dtype=dtype, index_key_rule=index_key_rule, seed=seed
+            )
+            if tokenizer is None and not str(model).startswith(PRESET_PREFIX):
+                tokenizer = Tokenizer.from_directory(resolve_model(model))
+        self.tokenizer = tokenizer
+        self.engine = Engine(self.model, EngineConfig(**engine))
+        self._count = 0
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a text."""
+        if self.tokenizer is not None and self.tokenizer.eos_id is not None:
+            return self.tokenizer.eos_id
+        return self.model.config.eos_token_id
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Ids of a prompt; text gets the begin-of-sequence id in front.
+
+        Raises:
+            UsageError: text was given but the model has no tokenizer.
+        """
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise UsageError(
+                "this model has no tokenizer (random weights); pass the prompt as token ids"
+            )
+        return self.tokenizer.encode(prompt, add_special_tokens=True)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for every prompt, batched; results in the order of the prompts.
+
+        Args:
+            prompts: one or several texts or token id lists.
+            sampling_params: one for all prompts, or one per prompt.
+        """
+        batch = _as_prompts(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params = [sampling_params or SamplingParams()] * len(batch)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(batch):
+            raise UsageError(f"got {len(params)} sampling_params for {len(batch)} prompts")
+        results, texts = [], {}
+        try:
+            for prompt, chosen in zip(batch, params, strict=True):
+                result, added = self._add(prompt, chosen)
+                results.append(result)
+                texts.update(added)
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    self._take(output, texts)
+        finally:
+            for request_id in texts:
+                self.engine.abort(request_id)
+        for result in results:
+            result.finished = True
+        return results
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams) -> Iterator[TextDelta]:
+        """Generate for one prompt, giving text as it becomes final."""
+        _, texts = self._add(prompt, sampling_params)
+        try:
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    yield self._take(output, texts)
+        finally:
+            for request_id in texts:
+                self.engine.abort(request_id)
+
+    def _add(
+        self, prompt: Prompt, params: SamplingParams
+    ) -> tuple[RequestOutput, dict[str, tuple[CompletionOutput, CompletionText | None]]]:
+        ids = self.encode(prompt)
+        request_id = f"req-{self._count}"
+        self._count += 1
+        texts: dict[str, tuple[CompletionOutput, CompletionText | None]] = {}
+        outputs = []
+        if params.stop and self.tokenizer is None:
+            raise UsageError("stop strings need a tokenizer; use stop_token_ids")
+        for index in range(params.n):
+            name = f"{request_id}-{index}"
+            self.engine.add_request(
+                name, ids, params, eos_token_id=self.eos_token_id, index=index
+            )
+            completion = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
+            text = None if self.tokenizer is None else CompletionText(self.tokenizer, params.stop)
+            texts[name] = (completion, text)
+            outputs.append(completion)
+        shown = prompt if isinstance(prompt, str) else None
+        return RequestOutput(request_id, shown, ids, outputs), texts
+
+    def _take(
+        self, output: StepOutput, texts: dict[str, tuple[CompletionOutput, CompletionText | None]]
+    ) -> TextDelta:
+        completion, text = texts[output.request.request_id]
+        delta, ids = "", ()
+        if output.token_id is not None:
+            ids = (output.token_id,)
+            completion.token_ids.append(output.token_id)
+            if completion.logprobs is not None and output.logprobs is not None:
+                completion.logprobs.append(output.logprobs)
+            ended = output.request.stop_token == output.token_id
+            if text is not None and not ended:
+                delta = text.push(output.token_id)
+        reason = output.finish_reason
+        if text is not None and text.stop_reason is not None:
+            completion.stop_reason, reason = text.stop_reason, FinishReason.STOP
+            self.engine.abort(output.request.request_id)
+        elif reason is not None:
+            delta += "" if text is None else text.finish()
+            completion.stop_reason = output.request.stop_token
+            if text is not None and text.stop_reason is not None:
+                completion.stop_reason, reason = text.stop_reason, FinishReason.STOP
+        completion.text += delta
+        completion.finish_reason = None if reason is None else reason.value
+        return TextDelta(completion.index, delta, ids, completion.finish_reason)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [[int(item) for item in prompts]]  # type: ignore[arg-type]
+    return list(prompts)  # type: ignore[arg-type]
