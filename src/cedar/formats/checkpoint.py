@@ -1,7 +1,7 @@
 """Checkpoint reader and writer: safetensors, sharded or single, headers checked before any data.
 
 `CheckpointReader` validates every tensor by name, shape and dtype against the weight schema from the
-headers alone, then hands out memory-mapped tensors. Called by `engine.loading`, `cli.inspect` and
+headers alone, then hands out memory-mapped tensors. Called by `cedar.loading`, `cli.inspect` and
 training; the planner reads the same headers without torch.
 """
 
