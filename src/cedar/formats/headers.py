@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import struct
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from cedar.config.weight_schema import TAG_BYTES
 from cedar.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 1 << 30
+#: Bytes of one stored value, by safetensors dtype tag; tags of other models are not checked.
+_TAG_BYTES: dict[str, int] = {**TAG_BYTES, "F16": 2, "U8": 1, "I32": 4, "I64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,11 @@ class TensorHeader:
     file: Path
 
 
-def read_headers(path: Path) -> dict[str, TensorHeader]:
+def read_headers(path: Path, *, headers_only: bool = False) -> dict[str, TensorHeader]:
     """Headers of every tensor of a model directory.
+
+    Args:
+        headers_only: the files may end after their headers (planning without the weights).
 
     Raises:
         CheckpointError: no weights, a shard named by the index is absent or damaged or truncated, a
@@ -42,7 +49,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
             raise CheckpointError(
                 f"{path} holds neither model.safetensors.index.json nor model.safetensors"
             )
-        return read_file_headers(single)
+        return read_file_headers(single, headers_only=headers_only)
     weight_map = _weight_map(index_file)
     found: dict[str, TensorHeader] = {}
     for shard in sorted(set(weight_map.values())):
@@ -50,7 +57,7 @@ def read_headers(path: Path) -> dict[str, TensorHeader]:
         if not file.is_file():
             example = next(name for name, where in weight_map.items() if where == shard)
             raise CheckpointError(f"{index_file.name} names {shard} (for {example}), which is absent")
-        for name, header in read_file_headers(file).items():
+        for name, header in read_file_headers(file, headers_only=headers_only).items():
             if weight_map.get(name) != shard:
                 said = weight_map.get(name)
                 where = "does not list it" if said is None else f"places it in {said}"
@@ -77,8 +84,8 @@ def _weight_map(index_file: Path) -> dict[str, str]:
     return weight_map
 
 
-def read_file_headers(file: Path) -> dict[str, TensorHeader]:
-    """Headers of one safetensors file; its length must match to the byte.
+def read_file_headers(file: Path, *, headers_only: bool = False) -> dict[str, TensorHeader]:
+    """Headers of one safetensors file; its length must match to the byte unless `headers_only`.
 
     Raises:
         CheckpointError: damaged header, or a payload that is shorter or longer than it states.
@@ -92,23 +99,40 @@ def read_file_headers(file: Path) -> dict[str, TensorHeader]:
         raw = stream.read(length)
     try:
         document: dict[str, Any] = json.loads(raw)
+        entries = {name: entry for name, entry in document.items() if name != "__metadata__"}
+        ranges = {name: tuple(entry["data_offsets"]) for name, entry in entries.items()}
         headers = {
             name: TensorHeader(
-                name,
-                tuple(entry["shape"]),
-                entry["dtype"],
-                entry["data_offsets"][1] - entry["data_offsets"][0],
-                file,
+                name, tuple(entry["shape"]), entry["dtype"], ranges[name][1] - ranges[name][0], file
             )
-            for name, entry in document.items()
-            if name != "__metadata__"
+            for name, entry in entries.items()
         }
-        end = max((e["data_offsets"][1] for n, e in document.items() if n != "__metadata__"), default=0)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, IndexError, AttributeError):
+        end = _check_ranges(file, headers, ranges)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise CheckpointError(f"{file.name} has a damaged safetensors header") from None
-    if size != 8 + length + end:
+    if not headers_only and size != 8 + length + end:
         raise CheckpointError(
             f"{file.name} is {size} bytes, its header promises {8 + length + end}: the file is "
             f"truncated or damaged; fetch it again"
         )
     return headers
+
+
+def _check_ranges(
+    file: Path, headers: dict[str, TensorHeader], ranges: dict[str, tuple[int, int]]
+) -> int:
+    """Require payloads of the stated shapes, one after another without gap or overlap.
+
+    Returns: bytes of all payloads.
+    """
+    end = 0
+    for name in sorted(ranges, key=lambda name: ranges[name]):
+        header, (begin, stop) = headers[name], ranges[name]
+        width = _TAG_BYTES.get(header.tag)
+        if begin != end or (width is not None and header.nbytes != width * prod(header.shape)):
+            raise CheckpointError(
+                f"{name} in {file.name} is {header.tag} {list(header.shape)} but its header places it "
+                f"at bytes {begin}..{stop}: the header is damaged; fetch the file again"
+            )
+        end = stop
+    return end
