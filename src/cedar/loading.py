@@ -86,7 +86,9 @@ def load(
     if config.engram_layer_ids:
         assert config.engram_compressed_vocab_size and config.engram_pad_token_id is not None
         compressed = token_map(
-            directory / "tokenizer.json", expected_size=config.engram_compressed_vocab_size
+            directory / "tokenizer.json",
+            vocab_size=config.vocab_size,
+            expected_size=config.engram_compressed_vocab_size,
         )
         pad = int(compressed[config.engram_pad_token_id])
         engram = EngramRows(engram_hash(config, pad), compressed)

@@ -42,17 +42,31 @@ def compress_ids(texts: Sequence[str], raws: Sequence[str]) -> npt.NDArray[np.in
     return np.array([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
 
 
-def token_map(tokenizer_json: Path, *, expected_size: int) -> npt.NDArray[np.int64]:
+def token_map(
+    tokenizer_json: Path, *, vocab_size: int, expected_size: int
+) -> npt.NDArray[np.int64]:
     """Map of every token id to its compressed id.
 
+    Args:
+        vocab_size: ids the model may be given; the tokenizer must know them all.
+        expected_size: compressed ids, as the config states.
+
     Raises:
-        CheckpointError: the file is missing, or the map has another size than the config states:
-            every hash multiplier depends on it, so a different tokenizer would read wrong rows.
+        CheckpointError: the file is missing or damaged, knows too few ids, or compresses to another
+            size: every hash multiplier depends on it, so a different tokenizer reads wrong rows.
     """
     if not tokenizer_json.is_file():
         raise CheckpointError(f"{tokenizer_json} does not exist; Engram layers need the tokenizer")
-    tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_json))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise CheckpointError(f"{tokenizer_json} is not a tokenizer: {error}") from None
     ids = range(tokenizer.get_vocab_size(with_added_tokens=True))
+    if len(ids) < vocab_size:
+        raise CheckpointError(
+            f"{tokenizer_json} has {len(ids)} tokens, fewer than vocab_size={vocab_size}: Engram "
+            f"layers need the text of every id; this is not the tokenizer of the model"
+        )
     texts = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
     raws = [tokenizer.id_to_token(i) for i in ids]
     compressed = compress_ids(texts, raws)
