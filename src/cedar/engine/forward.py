@@ -109,8 +109,6 @@ class ForwardPass:
             last = self.net.decode(boundary, [(spans, spans)] * len(self.plan.decoder), rows, engram)
         account.decode.add(len(starts), len(self.plan))
         self._advance(pieces, state, spans, decoded=True)
-        for slot in slots:
-            state.slots[slot].stash_stream = state.slots[slot].stash_pre = None
         return last
 
     def replay(
@@ -133,13 +131,13 @@ class ForwardPass:
         )
 
     def _continues(self, state: ModelState, slot: int, steps: Sequence[LayerRows]) -> bool:
-        """Whether the decoder windows reach the first stashed row, and the stash is too short to
-        start over: new tokens after decode steps simply go on from the rings."""
+        """Whether the stash is too short to start over but reaches back to the decoder windows: new
+        tokens after decode steps or a `full` call simply go on from the rings."""
         record = state.slots[slot]
         assert record.stash_stream is not None
         have, total = record.stash_stream.shape[0], record.encoder_length
         enough = have >= min(total, steps[0].write)
-        return not enough and record.decoder_length == total - have
+        return not enough and record.decoder_length >= total - have
 
     def _replay_group(
         self, state: ModelState, slots: list[int], steps: Sequence[LayerRows], fresh: bool,
@@ -149,9 +147,9 @@ class ForwardPass:
         for slot in slots:
             record = state.slots[slot]
             assert record.stash_stream is not None and record.stash_pre is not None
-            count = record.stash_stream.shape[0]
+            count = record.encoder_length - record.decoder_length
             if fresh:
-                count = min(count, steps[0].write)
+                count = min(record.stash_stream.shape[0], steps[0].write)
             streams.append(record.stash_stream[-count:])
             pres.append(record.stash_pre[-count:])
             starts.append(record.encoder_length - count)
@@ -223,5 +221,7 @@ class ForwardPass:
             record.length = max(record.length, end)
             if decoded:
                 record.decoder_length = end
+                # A later stash must not be joined to boundary rows from before these tokens.
+                record.stash_stream = record.stash_pre = None
             if reach:
                 record.history = (record.history + piece[-reach:].tolist())[-reach:]

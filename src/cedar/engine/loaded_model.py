@@ -19,6 +19,7 @@ from cedar.engine.forward import EngramRows, ForwardPass
 from cedar.engine.phases import (
     DecoderPrefill,
     EncoderReplay,
+    boundary_rows,
     check_choice,
     check_decoder_prefill,
     encoder_replay_rows,
@@ -171,7 +172,11 @@ class LoadedModel:
             replayed = new[i][:0]
             if state.slots[slot].encoder_length < state.slots[slot].length:
                 assert prefix is not None
-                decoder_rows = min(steps[0].write, state.slots[slot].length + new[i].shape[0])
+                wanted = boundary_rows(
+                    self.plan, options.decoder_prefill, options.replay_windows,
+                    suffix=new[i].shape[0],
+                )  # fmt: skip
+                decoder_rows = min(wanted, state.slots[slot].length + new[i].shape[0])
                 replayed = self._rewind(state, slot, prefix[i], new[i].shape[0], decoder_rows, options)
             pending[slot] = torch.cat((replayed, new[i]))
         last: dict[int, Boundary] = {}
@@ -225,6 +230,9 @@ class LoadedModel:
         """One int64 1-D tensor per sequence, every id checked."""
         if isinstance(ids, Tensor) and ids.dim() != 2:
             raise UsageError(f"ids must be [batch, tokens], got shape {list(ids.shape)}")
+        for row in ids:
+            if row.dtype.is_floating_point or row.dtype == torch.bool:
+                raise UsageError(f"ids must be integers, got {row.dtype}; convert them to int64")
         rows = [row.to(torch.int64) for row in ids]
         for row in rows:
             bad = (row < 0) | (row >= self.config.vocab_size)

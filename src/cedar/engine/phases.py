@@ -80,6 +80,22 @@ def replay_rows(plan: LayerPlan, mode: DecoderPrefill, replay_windows: int) -> l
     return steps
 
 
+def boundary_rows(
+    plan: LayerPlan, mode: DecoderPrefill, replay_windows: int, *, suffix: int
+) -> int:
+    """Boundary rows, counted from the end of the prompt, that the decoder's results depend on.
+
+    `full` promises every new token, so it looks one window further back per decoder layer, from the
+    first of them; the other modes start from the first row they replay.
+
+    Args:
+        suffix: new tokens of the call.
+    """
+    if mode == "full":
+        return len(plan.decoder) * (plan.sliding_window - 1) + max(1, suffix)
+    return replay_rows(plan, mode, replay_windows)[0].write
+
+
 def encoder_replay_rows(
     plan: LayerPlan, mode: EncoderReplay, *, windows: int, decoder_rows: int, suffix: int
 ) -> int:
@@ -89,7 +105,7 @@ def encoder_replay_rows(
     boundary row that the decoder replay needs come out exact, layers * (window - 1) rows below them.
 
     Args:
-        decoder_rows: boundary rows the decoder replay starts from.   suffix: new tokens.
+        decoder_rows: boundary rows the decoder needs, see `boundary_rows`.   suffix: new tokens.
     """
     check_choice("encoder_replay", mode, EncoderReplay)
     if windows < 1:
