@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -125,6 +126,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _check_shapes(self)
         _check_engram(self)
+        _check_draft(self)
         # Building the plan here makes an invalid plan impossible to hold.
         _ = self.plan
 
@@ -269,8 +271,12 @@ def _check_model_type(document: Mapping[str, Any]) -> None:
 def _normalise_rope(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fold the newer `rope_parameters` spelling into `rope_theta` + `rope_scaling`."""
     text = document["text_config"]
-    if "rope_parameters" not in text or "rope_scaling" in text:
+    if "rope_parameters" not in text or text.get("rope_scaling") is not None:
         return document
+    if not isinstance(text["rope_parameters"], Mapping):
+        raise ConfigError(
+            f"config key text_config.rope_parameters={text['rope_parameters']!r} must be an object"
+        )
     text = dict(text)
     parameters = dict(text["rope_parameters"])
     if "rope_theta" in parameters:
@@ -295,7 +301,7 @@ def _from_nested(cls: type[ModelConfig], source: Mapping[str, Any]) -> ModelConf
     vision = None
     if document.get("vision_config"):
         vision = VisionConfig(
-            **{f.name: _read(document["vision_config"], f, f.nested) for f in layout.VISION_FIELDS}
+            **{f.name: _read(document, f, f"vision_config.{f.nested}") for f in layout.VISION_FIELDS}
         )
     dense, expert = _quantization(document.get("quantization_config"))
     return cls(
@@ -332,6 +338,8 @@ def _from_flat(cls: type[ModelConfig], source: Mapping[str, Any]) -> ModelConfig
 def _quantization(block: Mapping[str, Any] | None) -> tuple[WeightDtype, WeightDtype]:
     if not block:
         return "bf16", "bf16"
+    if not isinstance(block, Mapping):
+        raise ConfigError(f"config key quantization_config={block!r} must be an object")
     expected: dict[str, Any] = {
         "quant_method": "fp8",
         "weight_block_size": [32, 32],
@@ -402,7 +410,18 @@ def _check_shapes(config: ModelConfig) -> None:
         raise ConfigError(f"kv_adapter={config.kv_adapter!r}; allowed: none, diag, lowrank")
     if config.kv_adapter == "lowrank" and config.kv_adapter_rank < 1:
         raise ConfigError("kv_adapter='lowrank' needs kv_adapter_rank >= 1")
+    _check_numbers(config)
     _check_quantised_widths(config)
+
+
+def _check_numbers(config: ModelConfig) -> None:
+    for name in ("rope_theta", "compress_rope_theta", "rope_factor", "rope_beta_fast",
+                 "rope_beta_slow", "rope_original_max_position_embeddings"):  # fmt: skip
+        if not 0 < getattr(config, name) < math.inf:
+            raise ConfigError(f"{name}={getattr(config, name)} must be finite and above 0")
+    for name in ("rms_norm_eps", "hc_eps", "swiglu_limit", "routed_scaling_factor"):
+        if not 0 <= getattr(config, name) < math.inf:
+            raise ConfigError(f"{name}={getattr(config, name)} must be finite and at least 0")
 
 
 def _check_quantised_widths(config: ModelConfig) -> None:
@@ -430,12 +449,44 @@ def _check_engram(config: ModelConfig) -> None:
                 f"config key {name} is missing, but engram_layer_ids={list(config.engram_layer_ids)}: "
                 f"without it n-grams hash to wrong rows"
             )
+    _check_engram_sizes(config)
     if len(config.engram_num_embeddings) != len(config.engram_layer_ids):
         raise ConfigError(
             f"engram_num_embeddings has {len(config.engram_num_embeddings)} entries for "
             f"{len(config.engram_layer_ids)} Engram layers {list(config.engram_layer_ids)}: one row "
             f"count per layer is needed"
         )
+
+
+def _check_engram_sizes(config: ModelConfig) -> None:
+    for name, least in (("engram_max_ngram_size", 2), ("engram_vocab_size", 1), ("engram_n_heads", 1),
+                        ("engram_head_dim", 32), ("engram_compressed_vocab_size", 1)):  # fmt: skip
+        if getattr(config, name) < least:
+            raise ConfigError(f"{name}={getattr(config, name)} must be at least {least}")
+    assert config.engram_head_dim is not None and config.engram_pad_token_id is not None
+    if config.engram_head_dim % 32:
+        raise ConfigError(
+            f"engram_head_dim={config.engram_head_dim} must be a multiple of 32: table rows have one "
+            f"scale per 32 values"
+        )
+    if not 0 <= config.engram_pad_token_id < config.vocab_size:
+        raise ConfigError(
+            f"engram_pad_token_id={config.engram_pad_token_id} is not in the vocabulary; allowed "
+            f"0..{config.vocab_size - 1}"
+        )
+
+
+def _check_draft(config: ModelConfig) -> None:
+    if config.num_nextn_predict_layers < 0:
+        raise ConfigError(
+            f"num_nextn_predict_layers={config.num_nextn_predict_layers} must be at least 0"
+        )
+    for name in layout.DSPARK_SCALARS if config.num_nextn_predict_layers else ():
+        if getattr(config, name) is None:
+            raise ConfigError(
+                f"config key {name} is missing, but num_nextn_predict_layers="
+                f"{config.num_nextn_predict_layers}: the draft layers cannot be described without it"
+            )
 
 
 def _known_paths(source_layout: Layout) -> tuple[set[str], set[str]]:
