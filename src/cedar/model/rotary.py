@@ -38,9 +38,10 @@ def yarn_frequencies(
     high = min(math.ceil(correction(beta_slow)), rope_dim - 1)
     span = max(high - low, 1e-3)
     pairs = torch.arange(rope_dim // 2, dtype=torch.float32, device="cpu")
-    ramp = ((pairs - low) / span).clamp(0, 1)
+    # In the order of the reference program: at high positions another order turns visibly elsewhere.
+    keep = 1 - ((pairs - low) / span).clamp(0, 1)
     frequencies = base_frequencies(rope_dim, theta)
-    return frequencies / factor * ramp + frequencies * (1 - ramp)
+    return frequencies / factor * (1 - keep) + frequencies * keep
 
 
 class Rotary:
