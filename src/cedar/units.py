@@ -1,7 +1,7 @@
-"""Bytes, tokens, rates and seconds: parsing what people type, formatting what people read. No torch.
+"""Bytes, tokens, rates and seconds: parsing what people type, formatting what they read. No torch.
 
-Nothing else in cedar parses or formats such a number. kB/MB/GB/TB are powers of 1000, KiB/MiB/GiB/TiB
-powers of 1024, always written out: a bare "80G" is refused because it could mean either.
+Nothing else in cedar parses or formats such a number. kB/MB/GB/TB are powers of 1000, KiB/MiB/GiB/
+TiB powers of 1024, always written out: a bare "80G" is refused because it could mean either.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from cedar.errors import UsageError
 
 _DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
-_NUMBER = re.compile(r"^([+-]?[0-9][0-9_,]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|[+-]?\.[0-9]+)\s*(.*)$")
+_NUMBER = re.compile(
+    r"^([+-]?[0-9][0-9_,]*(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|[+-]?\.[0-9]+)\s*(.*)$"
+)
 #: Lower case is decimal and upper case binary, as in vLLM's --max-model-len.
 _TOKEN_SUFFIX = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 
@@ -45,7 +47,9 @@ def parse_bytes(text: str, what: str = "size") -> int:
         )
     scale = (_DECIMAL | _BINARY).get(key.removesuffix("b"))
     if scale is None:
-        raise UsageError(f"{what} {text!r} has the unknown unit {unit!r}; allowed: B, kB to PB, KiB to PiB")
+        raise UsageError(
+            f"{what} {text!r} has the unknown unit {unit!r}; allowed: B, kB to PB, KiB to PiB"
+        )
     return _whole(number * scale, text, what, "bytes")
 
 
@@ -70,7 +74,7 @@ def _whole(value: Decimal, text: str, what: str, unit: str) -> int:
 
 
 def parse_rate(text: str, unit: str, what: str) -> float:
-    """A rate in units a second: `parse_rate("4.8TB/s", "B", ...)`, `parse_rate("989T", "FLOP", ...)`.
+    """A rate in units a second: `parse_rate("4.8TB/s", "B", ...)`, or "989T" FLOP.
 
     The unit and the "/s" may be left out; the prefix is decimal, or binary for bytes ("GiB/s").
 
@@ -81,7 +85,9 @@ def parse_rate(text: str, unit: str, what: str) -> float:
     key = rest.lower().removesuffix("/s").removesuffix("s").removesuffix(unit.lower()).strip()
     scale = (_DECIMAL | _BINARY).get(key)
     if scale is None:
-        raise UsageError(f"{what} {text!r} has the unknown unit {rest!r}; write it like 2.5T{unit}/s")
+        raise UsageError(
+            f"{what} {text!r} has the unknown unit {rest!r}; write it like 2.5T{unit}/s"
+        )
     value = float(number * scale)
     if value <= 0 or not math.isfinite(value):
         raise UsageError(f"{what} {text!r} must be a positive number")
@@ -138,10 +144,14 @@ def format_seconds(value: float) -> str:
         return f"{value / 3600:.3g} h"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if value >= scale:
-            return f"{value / scale:.3g} {unit}" if value < 1000 * scale else f"{value / scale:,.0f} {unit}"
+            return (
+                f"{value / scale:.3g} {unit}"
+                if value < 1000 * scale
+                else f"{value / scale:,.0f} {unit}"
+            )
     return "0 s" if value == 0 else f"{value / 1e-9:.3g} ns"
 
 
 def format_percent(value: float) -> str:
-    """0.5 -> "50 %"."""
-    return f"{100 * value:.3g} %"
+    """0.5 -> "50%"."""
+    return f"{100 * value:.3g}%"

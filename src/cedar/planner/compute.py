@@ -49,7 +49,8 @@ def decoder_rows(plan: LayerPlan, mode: DecoderPrefill) -> list[LayerRows]:
             for j in range(layers)
         ]
         rows = [
-            LayerRows(write, query) for write, query in zip(cone, [*cone[1:], cone[-1]], strict=True)
+            LayerRows(write, query)
+            for write, query in zip(cone, [*cone[1:], cone[-1]], strict=True)
         ]
     else:
         rows = [LayerRows(tail, tail)] * layers
@@ -75,7 +76,9 @@ def add_request(ledger: Ledger, request: Request) -> None:
     }
     for name, (unit, value) in given.items():
         ledger.add(name, value, unit, "given", "the request")
-    ledger.derive("total_tokens", "input_tokens + output_tokens", "tokens", "one sequence at its end")
+    ledger.derive(
+        "total_tokens", "input_tokens + output_tokens", "tokens", "one sequence at its end"
+    )
     ledger.derive(
         "cached_tokens", "floor(input_tokens * hit_rate) // block_size * block_size", "tokens",
         "assumed prefix hit, whole blocks",
@@ -111,7 +114,10 @@ def add_phases(
         "after a hit, windows are rebuilt by running the last rows of the prefix again",
     )  # fmt: skip
     ledger.derive(
-        "phases.encode.tokens", "input_tokens - cached_tokens + prefix.replayed_tokens", "tokens", _ROWS
+        "phases.encode.tokens",
+        "input_tokens - cached_tokens + prefix.replayed_tokens",
+        "tokens",
+        _ROWS,
     )
     ledger.derive(
         "phases.encode.start", "input_tokens - phases.encode.tokens", "position",
@@ -134,7 +140,9 @@ def add_phases(
 
 
 def _add_token_layers(ledger: Ledger, plan: LayerPlan, steps: list[LayerRows]) -> None:
-    index = [s for s, spec in zip(steps, plan.decoder, strict=True) if spec.role in ("full", "reindex")]
+    index = [
+        s for s, spec in zip(steps, plan.decoder, strict=True) if spec.role in ("full", "reindex")
+    ]
     ledger.derive(
         "encode_token_layers", "phases.encode.tokens * phases.encode.layers", "tokens x layers",
         "encoder rows of the prefill",
@@ -169,7 +177,11 @@ def _between(end: str, first: str, ratio: int, cap: str) -> str:
 
 def selected_rows(spec: LayerSpec, end: str, first: str) -> str:
     """Compressed rows one layer attends to for the queries at positions first .. end - 1."""
-    return "0" if spec.role == "window" else _between(end, first, spec.compress_ratio, "model.index_topk")
+    return (
+        "0"
+        if spec.role == "window"
+        else _between(end, first, spec.compress_ratio, "model.index_topk")
+    )
 
 
 def scored_rows(spec: LayerSpec, end: str, first: str) -> str:
@@ -180,27 +192,25 @@ def scored_rows(spec: LayerSpec, end: str, first: str) -> str:
     return _between(end, first, spec.compress_ratio, cap)
 
 
-def add_work(
-    ledger: Ledger, plan: LayerPlan, steps: list[LayerRows], mode: DecoderPrefill
-) -> None:
+def add_work(ledger: Ledger, plan: LayerPlan, steps: list[LayerRows], mode: DecoderPrefill) -> None:
     """Add rows read, FLOPs of each phase and part, and the activation of the prefill."""
     start, end = "phases.encode.start", "input_tokens"
     new = "seen(phases.encode.tokens, 1, model.window)"
     _add_entries(ledger, "encode", [(s, end, start, new) for s in plan.encoder])
     replay = []
     for spec, step in zip(plan.decoder, steps, strict=True):
-        window = f"seen({step.write}, 1, model.window) - seen({step.write} - {step.query}, 1, model.window)"
+        window = _between(step.write, f"{step.write} - {step.query}", 1, "model.window")
         replay.append((spec, end, f"input_tokens - {step.query}", window))
     _add_entries(ledger, "replay", replay)
     window = _between("total_tokens", "input_tokens", 1, "model.window")
-    _add_entries(ledger, "decode", [(s, "total_tokens", "input_tokens", window) for s in plan.layers])
+    _add_entries(
+        ledger, "decode", [(s, "total_tokens", "input_tokens", window) for s in plan.layers]
+    )
     _add_flops(ledger)
     _add_activation(ledger, skips_decoder=mode != "full")
 
 
-def _add_entries(
-    ledger: Ledger, phase: str, layers: list[tuple[LayerSpec, str, str, str]]
-) -> None:
+def _add_entries(ledger: Ledger, phase: str, layers: list[tuple[LayerSpec, str, str, str]]) -> None:
     """Index keys scored, compressed rows attended and window rows attended, over all layers."""
     sums = {
         "scored": total_of(scored_rows(spec, end, first) for spec, end, first, _ in layers),
@@ -228,7 +238,8 @@ def _add_flops(ledger: Ledger) -> None:
         )  # fmt: skip
         ledger.derive(
             f"flops.{phase}.attention",
-            f"4 * model.heads * model.head_dim * (entries.{phase}.selected + entries.{phase}.window)",
+            "4 * model.heads * model.head_dim *"
+            f" (entries.{phase}.selected + entries.{phase}.window)",
             "FLOP", "scores and weighted sum; " + _MACS,
         )  # fmt: skip
     ledger.derive("flops.decode.head", "2 * output_tokens * macs.head", "FLOP", _MACS)
@@ -244,7 +255,9 @@ def _add_flops(ledger: Ledger) -> None:
         "flops.encode.total + flops.project.total + flops.replay.total + flops.prefill.head",
         "FLOP", "sum of the phases",
     )  # fmt: skip
-    ledger.derive("flops.decode_token", "flops.decode.total / output_tokens", "FLOP", "mean of a step")
+    ledger.derive(
+        "flops.decode_token", "flops.decode.total / output_tokens", "FLOP", "mean of a step"
+    )
 
 
 def _replay_flops(product: str) -> str:

@@ -16,6 +16,7 @@ add up to the last byte. Because a formula is data, the page can evaluate the sa
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -50,7 +51,7 @@ def seen(queries: _Exact, ratio: _Exact, cap: _Exact) -> int:
 def touched(experts: _Exact, chosen: _Exact, tokens: _Exact) -> float:
     """Expected number of distinct experts that `tokens` tokens with `chosen` choices each touch."""
     e = float(experts)
-    return e * (1.0 - (1.0 - float(chosen) / e) ** float(tokens))
+    return e * (1.0 - math.pow(1.0 - float(chosen) / e, float(tokens)))
 
 
 def _floor(value: _Exact) -> int:
@@ -125,7 +126,8 @@ def names_in(formula: str) -> tuple[str, ...]:
     """Names a formula depends on, in order of first appearance.
 
     Raises:
-        ValueError: the formula uses something outside the language; SyntaxError: it is no expression.
+        ValueError: the formula uses something outside the language.
+        SyntaxError: it is no expression.
     """
     return _parse(formula)[1]
 

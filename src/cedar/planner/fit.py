@@ -2,7 +2,7 @@
 
 Memory is counted per device. The first tier (an accelerator's memory, or RAM) must hold what every
 token needs: resident weights, sequences, scratch and the allowance. Other classes go to the fastest
-tier with room, in the order of how often they are read.
+tier with room, in the order of how often they are read. RAM left over caches experts on the SSD.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cedar.errors import DoesNotFitError, UsageError
+from cedar.planner.expression import Number
 from cedar.planner.hardware import Machine
-from cedar.planner.ledger import Ledger
+from cedar.planner.ledger import Kind, Ledger
 from cedar.planner.memory import SCORE_TILE
 from cedar.planner.weights import CAN_LIVE, Place, WeightClass
 from cedar.units import format_bytes
@@ -44,7 +45,7 @@ class Placement:
         homes: class -> place; None where no tier has room.
         sizes: bytes of each class at its home (of one rank on an accelerator, pinned when asked).
         fits: every class has a home and the first tier holds what it must.
-        shortage: bytes missing in the first tier, or of the class that found no room; 0 when it fits.
+        shortage: bytes missing in the first tier, or for classes that found no room.
     """
 
     tiers: tuple[Tier, ...]
@@ -105,6 +106,8 @@ def place(
     shortage = max(0, -room[first])
     for name in _ORDER:
         options = [wanted[name]] if name in wanted else [tier.place for tier in tiers]
+        if name == "engram_tables" and name not in wanted and homes["routed_experts"] == "ssd":
+            options = ["ssd"]  # RAM serves the experts better: they are read far more
         home = next(
             (p for p in options if _size(ledger, name, p, pinned=pinned) <= max(0, room[p])), None
         )
@@ -138,18 +141,20 @@ def add_fit(
         max_context: longest sequence of the model (max_position_embeddings).
         score_ratio: smallest compress ratio, which sets the width of the index score tile.
     """
-    source = machine.source
-    for name, unit, value in (
-        ("memory_bytes", "B", machine.memory_bytes),
-        ("bandwidth", "B/s", machine.bandwidth),
-        ("flops", "FLOP/s", machine.flops),
-        ("devices", "devices", machine.devices),
-        ("host_memory_bytes", "B", machine.host_memory_bytes),
-        ("host_bandwidth", "B/s", machine.host_bandwidth),
-        ("disk_bytes", "B", machine.disk_bytes),
-        ("disk_bandwidth", "B/s", machine.disk_bandwidth),
-    ):
-        ledger.add(f"machine.{name}", value, unit, machine.title, source, machine.kind)
+    own = machine.kind
+    counted: Kind = "derived" if own == "measured" else own
+    numbers: tuple[tuple[str, str, Number, Kind], ...] = (
+        ("memory_bytes", "B", machine.memory_bytes, own),
+        ("bandwidth", "B/s", machine.bandwidth, own),
+        ("flops", "FLOP/s", machine.flops, counted),
+        ("devices", "devices", machine.devices, own),
+        ("host_memory_bytes", "B", machine.host_memory_bytes, own),
+        ("host_bandwidth", "B/s", machine.host_bandwidth, "given"),
+        ("disk_bytes", "B", machine.disk_bytes, own),
+        ("disk_bandwidth", "B/s", machine.disk_bandwidth, "given"),
+    )
+    for name, unit, value, kind in numbers:
+        ledger.add(f"machine.{name}", value, unit, machine.title, machine.source, kind)
     ledger.add("model.max_context", max_context, "tokens", "max_position_embeddings", "config")
     ledger.add("model.score_ratio", score_ratio, "", "smallest compress ratio", "layer plan")
     prefix = "rank" if placement.first.place == "gpu" else "weights"
@@ -161,7 +166,23 @@ def add_fit(
         "demand on the first tier",
     )  # fmt: skip
     ledger.derive("fit.free_bytes", "machine.memory_bytes - fit.required_bytes", "B", _SEQUENCES)
+    if placement.homes["routed_experts"] == "ssd":
+        _add_cache(ledger, placement)
     _add_largest(ledger)
+
+
+def _add_cache(ledger: Ledger, placement: Placement) -> None:
+    """Share of the experts that the RAM left over keeps from the SSD (mapped files are cached)."""
+    if placement.first.place == "ram":
+        free = "fit.free_bytes"
+    else:
+        in_ram = [f"weights.{name}_bytes" for name in placement.in_place("ram")]
+        free = " - ".join(["machine.host_memory_bytes", *in_ram])
+    ledger.derive(
+        "cache.routed_experts_share",
+        f"max(0, min(1, ({free}) / weights.routed_experts_bytes))", "",
+        "RAM left over / bytes of the experts, under uniform routing",
+    )  # fmt: skip
 
 
 def _add_largest(ledger: Ledger) -> None:
@@ -193,9 +214,9 @@ def _add_largest(ledger: Ledger) -> None:
         if tokens <= ledger["model.max_context"]:
             ledger.derive(
                 f"fit.concurrency_at.t{tokens}",
-                f"max(0, (machine.memory_bytes - fit.base_bytes - {tokens} * fit.score_bytes_per_token)"
-                f" // (sequence_fixed_bytes + ceil_div({tokens}, block_size) * kv_block_bytes"
-                f" + model.vocab * 4))",
+                "max(0, (machine.memory_bytes - fit.base_bytes"
+                f" - {tokens} * fit.score_bytes_per_token) // (sequence_fixed_bytes"
+                f" + ceil_div({tokens}, block_size) * kv_block_bytes + model.vocab * 4))",
                 "sequences", f"{_SEQUENCES}; at {tokens:,} tokens each",
             )  # fmt: skip
 
@@ -205,13 +226,15 @@ def refusal(ledger: Ledger, machine: Machine, placement: Placement) -> DoesNotFi
     first = placement.first
     rows = {f"{name} weights": placement.sizes[name] for name in placement.in_place(first.place)}
     rows |= {
-        f"{int(ledger['concurrency'])} sequence(s)": int(ledger["sequences_bytes"]),
+        f"{int(ledger['concurrency']):,} x sequence": int(ledger["sequences_bytes"]),
         "scratch": int(ledger["scratch.total_bytes"]),
         "allowance": int(ledger["allowance_bytes"]),
     }
     parts = "; ".join(f"{name} {format_bytes(size)}" for name, size in rows.items())
     homeless = [name for name, home in placement.homes.items() if home is None]
-    missing = "".join(f"; no room for {name} {format_bytes(placement.sizes[name])}" for name in homeless)
+    missing = "".join(
+        f"; no room for {name} {format_bytes(placement.sizes[name])}" for name in homeless
+    )
     help_ = [f"{format_bytes(placement.shortage)} more memory"]
     if homeless and len(placement.tiers) < 3:
         help_.append("a slower tier for them (--host-memory, --disk)")
@@ -222,7 +245,8 @@ def refusal(ledger: Ledger, machine: Machine, placement: Placement) -> DoesNotFi
     if not homeless and 0 < context < ledger["total_tokens"]:
         help_.append(f"at most {context:,} tokens a sequence")
     return DoesNotFitError(
-        f"does not fit on {machine.title}: {format_bytes(placement.shortage, 3)} short of "
-        f"{format_bytes(first.capacity)} {first.place} a device. Needed there: {parts}{missing}. "
+        f"does not fit on {machine.title}: {format_bytes(placement.shortage, 3)} short. "
+        f"{first.place.upper()} of one device is {format_bytes(first.capacity)}; it needs "
+        f"{parts}{missing}. "
         f"What would help: {', or '.join(help_)}"
     )

@@ -115,14 +115,16 @@ class Planner:
         """Plan one flow.
 
         Raises:
-            UsageError: the flow is unknown, or this model cannot run it; RequestError: the request is
-                longer than the model's context.
+            UsageError: the flow is unknown, or this model cannot run it.
+            RequestError: the request is longer than the model's context.
         """
         ced, csa2 = flow_switches(flow)
         blocker = self.blocker(flow)
         if blocker is not None:
             possible = ", ".join(name for name in FLOWS if self.blocker(name) is None)
-            raise UsageError(f"flow {flow!r} is not possible: {blocker}; possible flows: {possible}")
+            raise UsageError(
+                f"flow {flow!r} is not possible: {blocker}; possible flows: {possible}"
+            )
         request.check(self.config)
         config = self.config.variant(ced=ced, csa2=csa2)
         weights = self.weights(csa2=csa2)

@@ -1,7 +1,7 @@
 """Machines: named ones with their datasheet, one given by hand, and the one this runs on.
 
-FLOP/s are dense bf16 (half of a figure quoted "with sparsity"); memory sizes are powers of 1000 as the
-vendors print them. Nothing here knows a model.
+FLOP/s are dense bf16 (half of a figure quoted "with sparsity"); memory sizes are powers of 1000 as
+the vendors print them. Nothing here knows a model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cedar.errors import UsageError
 from cedar.planner.ledger import Kind
 from cedar.units import format_bytes
 
-#: Assumed where a machine does not say: one random read of an NVMe drive, and how many it does a second.
+#: Assumed for every SSD: one 4 KiB random read alone, and reads a second with all in flight.
 DISK_READ_SECONDS = 80e-6
 DISK_READS_PER_SECOND = 1e6
 
@@ -55,7 +55,9 @@ class Machine:
     def summary(self) -> str:
         """One line: devices, memory, RAM, SSD."""
         count = f"{self.devices} x " if self.devices > 1 else ""
-        parts = [f"{count}{format_bytes(self.memory_bytes, 0)} {'GPU' if self.accelerator else 'RAM'}"]
+        parts = [
+            f"{count}{format_bytes(self.memory_bytes, 0)} {'GPU' if self.accelerator else 'RAM'}"
+        ]
         if self.host_memory_bytes:
             parts.append(f"{format_bytes(self.host_memory_bytes, 0)} RAM")
         if self.disk_bytes:
@@ -63,7 +65,9 @@ class Machine:
         return f"{self.title}: {', '.join(parts)}"
 
 
-def _gpu(name: str, title: str, memory: float, bandwidth: float, flops: float, source: str) -> Machine:
+def _gpu(
+    name: str, title: str, memory: float, bandwidth: float, flops: float, source: str
+) -> Machine:
     return Machine(
         name=name,
         title=title,
@@ -76,20 +80,21 @@ def _gpu(name: str, title: str, memory: float, bandwidth: float, flops: float, s
 
 def machines() -> dict[str, Machine]:
     """Named machines: single accelerators, whole DGX systems, one CPU server."""
+    sparse = "half of the figure with sparsity"
     a100 = _gpu("a100", "NVIDIA A100 80GB SXM", 80, 2.039, 312,
                 "NVIDIA A100 Tensor Core GPU datasheet, June 2021")  # fmt: skip
     h100 = _gpu("h100", "NVIDIA H100 SXM", 80, 3.35, 989.5,
-                "NVIDIA H100 Tensor Core GPU datasheet, April 2023; half of 1,979 with sparsity")  # fmt: skip
+                f"NVIDIA H100 Tensor Core GPU datasheet, April 2023; {sparse}")  # fmt: skip
     h200 = _gpu("h200", "NVIDIA H200 SXM", 141, 4.8, 989.5,
-                "NVIDIA H200 Tensor Core GPU datasheet, November 2023; half of 1,979 with sparsity")  # fmt: skip
+                f"NVIDIA H200 Tensor Core GPU datasheet, November 2023; {sparse}")  # fmt: skip
     b200 = _gpu("b200", "NVIDIA B200 SXM", 180, 8.0, 2250,
-                "NVIDIA DGX B200 datasheet, 2024: an eighth of 1,440 GB, 64 TB/s; 4,500 with sparsity")  # fmt: skip
+                f"NVIDIA DGX B200 datasheet, 2024, an eighth of it; {sparse}")  # fmt: skip
     mi300x = _gpu("mi300x", "AMD Instinct MI300X", 192, 5.3, 1307.4,
                   "AMD Instinct MI300X data sheet, December 2023")  # fmt: skip
     rtx4090 = _gpu("rtx4090", "NVIDIA GeForce RTX 4090", 24, 1.008, 165.2,
-                   "NVIDIA Ada GPU architecture whitepaper, 2022; fp32 accumulation")  # fmt: skip
+                   "NVIDIA Ada GPU architecture whitepaper, 2022; fp32 sums")  # fmt: skip
     rtx5090 = _gpu("rtx5090", "NVIDIA GeForce RTX 5090", 32, 1.792, 209.5,
-                   "NVIDIA RTX Blackwell GPU architecture whitepaper, January 2025; fp32 accumulation")  # fmt: skip
+                   "NVIDIA RTX Blackwell whitepaper, January 2025; fp32 sums")  # fmt: skip
     epyc = Machine(
         name="epyc-9654x2",
         title="2 x AMD EPYC 9654, 24 x 64 GB DDR5-4800",
@@ -107,7 +112,9 @@ def machines() -> dict[str, Machine]:
         replace(
             gpu, name=f"dgx-{gpu.name}", title=f"NVIDIA DGX {gpu.name.upper()}", devices=8,
             host_memory_bytes=int(2e12), host_bandwidth=64e9, disk_bytes=int(30.72e12),
-            disk_bandwidth=25e9, source=f"{gpu.source}; DGX {gpu.name.upper()} user guide, 2024",
+            disk_bandwidth=25e9,
+            source=f"{gpu.source}; DGX {gpu.name.upper()} user guide, 2024: RAM and SSD sizes; "
+            f"25 GB/s from the SSDs and 64 GB/s a link assumed",
         )
         for gpu in (h100, h200, b200)
     ]  # fmt: skip

@@ -1,9 +1,9 @@
 """`Ledger`: numbers that can say where they come from. Knows nothing about models or machines.
 
-A line is a value with its unit, its formula, the lines it was computed from, its kind and its source.
-Values of derived lines are computed FROM their formula text, so the printed formula is the one that
-ran, and a copy of the ledger with other inputs (`with_values`) recomputes every line that depends on
-them. Lines are added in order; a formula may only name lines above it.
+A line is a value with its unit, its formula, the lines it was computed from, its kind and its
+source. Values of derived lines are computed FROM their formula text, so the printed formula is the
+one that ran, and a copy of the ledger with other inputs (`with_values`) recomputes every line that
+depends on them. Lines are added in order; a formula may only name lines above it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class LedgerLine:
     def explain(self) -> str:
         """The line, its formula, its inputs and its source as text."""
         unit = f" {self.unit}" if self.unit else ""
-        lines = [f"{self.name} = {_plain(self.value)}{unit}   [{self.kind}]", f"    = {self.formula}"]
+        lines = [
+            f"{self.name} = {_plain(self.value)}{unit}   [{self.kind}]",
+            f"    = {self.formula}",
+        ]
         if self.inputs:
             inputs = ", ".join(f"{name} = {_plain(value)}" for name, value in self.inputs.items())
             lines.append(f"    with {inputs}")
@@ -122,7 +125,9 @@ class Ledger(Mapping[str, Number]):
         """
         for name in changes:
             if self._lines[name].inputs:
-                raise ValueError(f"{name!r} is computed ({self._lines[name].formula}); change its inputs")
+                raise ValueError(
+                    f"{name!r} is computed ({self._lines[name].formula}); change its inputs"
+                )
         copy = Ledger()
         for line in self.lines:
             if line.inputs:
@@ -132,7 +137,7 @@ class Ledger(Mapping[str, Number]):
         return copy
 
     def value_at(self, name: str, changes: Mapping[str, Number]) -> Number:
-        """One line's value if some constants had other values; evaluates only what it depends on."""
+        """One line's value if some constants had other values; evaluates what it depends on."""
         known: dict[str, Number] = dict(changes)
 
         def value(wanted: str) -> Number:
@@ -140,7 +145,9 @@ class Ledger(Mapping[str, Number]):
                 line = self._lines[wanted]
                 known[wanted] = line.value
                 if line.inputs:
-                    known[wanted] = evaluate(line.formula, {used: value(used) for used in line.inputs})
+                    known[wanted] = evaluate(
+                        line.formula, {used: value(used) for used in line.inputs}
+                    )
             return known[wanted]
 
         return value(name)

@@ -48,8 +48,10 @@ def _add_slope(ledger: Ledger, plan: LayerPlan) -> None:
     )
     for kind in ("main", "index"):
         ledger.derive(
-            f"kv_per_token.{kind}", f"kv_per_token.rows * rows.{kind}_bytes", "B/token", f"{kind} rows"
-        )
+            f"kv_per_token.{kind}",
+            f"kv_bytes_per_token * rows.{kind}_bytes / rows.global_bytes", "B/token",
+            f"{kind} rows",
+        )  # fmt: skip
     ledger.derive(
         "kv_bytes", f"rows.global_bytes * ({owner_terms(plan, 'total_tokens')})", "B",
         f"{_POOL}; complete groups of one sequence after its last token",
@@ -61,7 +63,9 @@ def _add_blocks(ledger: Ledger, plan: LayerPlan) -> None:
         "kv_block_bytes", f"rows.global_bytes * ({owner_terms(plan, 'block_size')})", "B",
         "one block of every owner",
     )  # fmt: skip
-    ledger.derive("kv_blocks", "ceil_div(total_tokens, block_size)", "blocks", "whole blocks are held")
+    ledger.derive(
+        "kv_blocks", "ceil_div(total_tokens, block_size)", "blocks", "whole blocks are held"
+    )
     ledger.derive(
         "kv_allocated_bytes", "kv_blocks * kv_block_bytes", "B", "KV of one sequence, block-rounded"
     )
@@ -85,16 +89,21 @@ def _add_intercept(ledger: Ledger, plan: LayerPlan, write_rows: str) -> None:
     )  # fmt: skip
     ledger.derive(
         "boundary_bytes", f"({write_rows}) * model.copies * (model.hidden * 2 + 4)", "B",
-        "bf16 stream and fp32 pre-mix of the rows kept for the decoder replay; prefill only",
+        "bf16 stream and fp32 pre-mix of rows kept for the decoder replay, while a prompt is read",
     )  # fmt: skip
     ledger.derive(
-        "sequence_fixed_bytes", "window_bytes + open_group_bytes + boundary_bytes", "B",
+        "sequence_fixed_bytes", "window_bytes + open_group_bytes", "B",
         "intercept: what one sequence holds before its first KV row",
     )  # fmt: skip
     ledger.derive(
-        "sequence_bytes", "sequence_fixed_bytes + kv_allocated_bytes", "B", "one sequence at its end"
+        "sequence_bytes",
+        "sequence_fixed_bytes + kv_allocated_bytes",
+        "B",
+        "one sequence at its end",
     )
-    ledger.derive("sequences_bytes", "concurrency * sequence_bytes", "B", "all sequences at their end")
+    ledger.derive(
+        "sequences_bytes", "concurrency * sequence_bytes", "B", "all sequences at their end"
+    )
 
 
 def _add_scratch(ledger: Ledger, plan: LayerPlan) -> None:
@@ -125,10 +134,10 @@ def _add_scratch(ledger: Ledger, plan: LayerPlan) -> None:
     ledger.derive(
         "scratch.logits_bytes", "concurrency * model.vocab * 4", "B", "one fp32 row a sequence"
     )
-    parts = ("stream", "heads", "experts", "score", "logits")
+    parts = [f"scratch.{part}_bytes" for part in ("stream", "heads", "experts", "score", "logits")]
     ledger.derive(
-        "scratch.total_bytes", " + ".join(f"scratch.{part}_bytes" for part in parts), "B",
-        "sum of the parts",
+        "scratch.total_bytes", " + ".join([*parts, "boundary_bytes"]), "B",
+        "sum of the parts and the boundary rows of the one prompt being read",
     )  # fmt: skip
     ledger.add(
         "allowance_bytes", ALLOWANCE_BYTES, "B",

@@ -1,4 +1,4 @@
-"""Ledger lines that depend on the model alone: widths, row bytes, parameters, multiplications a token.
+"""Ledger lines that depend on the model alone: widths, row bytes, parameters, MACs a token.
 
 Everything a request is multiplied with later. Counts come from `weights.weigh`, row bytes from
 `formats.rows`; nothing is typed in.
@@ -79,7 +79,9 @@ def _add_rows(ledger: Ledger, config: ModelConfig) -> None:
     for kind, words in layouts.items():
         value = getattr(formats, kind).row_bytes
         ledger.add(f"rows.{kind}_bytes", value, "B", words, "cedar.formats.rows", "derived")
-    ledger.derive("rows.global_bytes", "rows.main_bytes + rows.index_bytes", "B", "cedar.formats.rows")
+    ledger.derive(
+        "rows.global_bytes", "rows.main_bytes + rows.index_bytes", "B", "cedar.formats.rows"
+    )
 
 
 def _add_parameters(ledger: Ledger, weights: ModelWeights, *, ced: bool) -> None:
@@ -91,12 +93,12 @@ def _add_parameters(ledger: Ledger, weights: ModelWeights, *, ced: bool) -> None
             )  # fmt: skip
     totals = weights.total.parameters
     for name in ("embed", "head", "engram_tables", "vision", "draft"):
-        value = totals[name]  # type: ignore[index]  # names of parts
+        value = totals[name]
         ledger.add(f"parameters.{name}", value, "parameters", f"{name} tensors", _SHAPES, "derived")
     layer_norms = sum(tally.parameters["norms"] for tally in weights.sides.values())
     ledger.add(
-        "parameters.final_norm", totals["norms"] - layer_norms, "parameters", "norm.weight", _SHAPES,
-        "derived",
+        "parameters.final_norm", totals["norms"] - layer_norms, "parameters", "norm.weight",
+        _SHAPES, "derived",
     )  # fmt: skip
     sides = [f"parameters.{s}.{p}" for s in weights.sides for p in LAYER_PARTS if p != "engram"]
     everywhere = ["parameters.embed", "parameters.head", "parameters.final_norm"]
@@ -114,11 +116,14 @@ def _add_parameters(ledger: Ledger, weights: ModelWeights, *, ced: bool) -> None
         "parameters.draft",
         "parameters", "everything in the checkpoint",
     )  # fmt: skip
+    projection = sum(weights.projection.parameters.values()) if ced else 0
     ledger.add(
-        "parameters.projection", sum(weights.projection.parameters.values()) if ced else 0, "parameters",
+        "parameters.projection", projection, "parameters",
         "compressor and index key of decoder owners fed from the boundary", _SHAPES, "derived",
     )  # fmt: skip
-    for name, value in zip(("first_decoder", "first_projection"), weights.first_decoder, strict=True):
+    for name, value in zip(
+        ("first_decoder", "first_projection"), weights.first_decoder, strict=True
+    ):
         ledger.add(
             f"activated.{name}", value, "parameters",
             "first decoder layer" + (", its projection only" if "projection" in name else ""),
@@ -132,7 +137,7 @@ def _add_activated(ledger: Ledger) -> None:
         routed = f"parameters.{side}.routed_experts * model.experts_per_token // model.experts"
         ledger.derive(
             f"activated.{side}", " + ".join([*parts, routed]), "parameters",
-            f"weights of the {side}'s layers one token multiplies; tables are looked up, not multiplied",
+            f"weights of the {side}'s layers one token multiplies; tables are looked up",
         )  # fmt: skip
     ledger.derive(
         "activated_decode_headless", "activated.encoder + activated.decoder", "parameters",
@@ -144,9 +149,7 @@ def _add_activated(ledger: Ledger) -> None:
     )  # fmt: skip
 
 
-def _add_macs(
-    ledger: Ledger, config: ModelConfig, weights: ModelWeights, *, ced: bool
-) -> None:
+def _add_macs(ledger: Ledger, config: ModelConfig, weights: ModelWeights, *, ced: bool) -> None:
     for side, tally in weights.sides.items():
         for product in PRODUCTS:
             macs = tally.macs(product, config)
@@ -159,8 +162,12 @@ def _add_macs(
         "macs.projection", _number(macs), "MAC",
         "KV projections of decoder owners fed from the boundary, a token", _SHAPES, "derived",
     )  # fmt: skip
-    ledger.derive("macs.window_row", "model.hidden * model.head_dim", "MAC", "attn.wkv of one layer")
-    ledger.derive("macs.head", "model.vocab * model.hidden", "MAC", "head.weight, one row of logits")
+    ledger.derive(
+        "macs.window_row", "model.hidden * model.head_dim", "MAC", "attn.wkv of one layer"
+    )
+    ledger.derive(
+        "macs.head", "model.vocab * model.hidden", "MAC", "head.weight, one row of logits"
+    )
 
 
 def _number(value: Fraction) -> Number:

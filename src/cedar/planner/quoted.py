@@ -1,8 +1,8 @@
 """What others print: the article's table, the release report's figures, and where they differ.
 
-Quoted figures stand beside cedar's own and are never mixed into them, with one exception that is said
-on its line: for the `article` preset the article's nominal activated parameters are the inputs of
-`prefill_activation`, so that its table comes out as printed.
+Quoted figures stand beside cedar's own and are never mixed into them, with one exception that is
+said on its line: for the `article` preset the article's nominal activated parameters are the inputs
+of `prefill_activation`, so that its table comes out as printed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Family = Literal["article", "article-rows", "release", "other"]
 
 
 def family(config: ModelConfig) -> Family:
-    """Whose printed figures apply: the article's (with its body, or only its rows), the release's."""
+    """Whose printed figures apply: the article's (its body or only its rows), the release's."""
     own, article, release = map(_normal, (config, preset("article"), preset("v4.1-flash")))
     if own == article:
         return "article"
@@ -47,12 +47,15 @@ def add_quotes(ledger: Ledger, which: Family, *, ced: bool, csa2: bool) -> None:
             "prefill_activation",
             "(input_tokens - cached_tokens) * quoted.activated_prefill / 1000000000",
             "10^9 parameter-tokens",
-            "the article's rule with its nominal activated parameters (quoted); cedar's own count is "
-            "prefill_activation_derived",
+            "the article's rule with its nominal activated parameters (quoted); cedar's own count "
+            "is prefill_activation_derived",
         )  # fmt: skip
         return
     ledger.derive(
-        "prefill_activation", "prefill_activation_derived", "10^9 parameter-tokens", "rows actually run"
+        "prefill_activation",
+        "prefill_activation_derived",
+        "10^9 parameter-tokens",
+        "rows actually run",
     )
 
 
@@ -60,7 +63,12 @@ def _add_article(ledger: Ledger, *, ced: bool, csa2: bool, body: bool) -> None:
     if body:
         for name, value in (("activated_prefill", 8 if ced else 16), ("activated_decode", 16)):
             ledger.add(
-                f"quoted.{name}", value * 10**9, "parameters", f"{value} B, nominal", ARTICLE, "quoted"
+                f"quoted.{name}",
+                value * 10**9,
+                "parameters",
+                f"{value} B, nominal",
+                ARTICLE,
+                "quoted",
             )
         ledger.derive(
             "quoted.prefill_activation", "input_tokens * quoted.activated_prefill / 1000000000",
@@ -68,7 +76,9 @@ def _add_article(ledger: Ledger, *, ced: bool, csa2: bool, body: bool) -> None:
         )  # fmt: skip
     rate = 890 if csa2 else 3560
     ledger.add("quoted.kv_bytes_per_token", rate, "B/token", f"{rate} B/token", ARTICLE, "quoted")
-    ledger.derive("quoted.kv_bytes", "quoted.kv_bytes_per_token * total_tokens", "B", ARTICLE, "quoted")
+    ledger.derive(
+        "quoted.kv_bytes", "quoted.kv_bytes_per_token * total_tokens", "B", ARTICLE, "quoted"
+    )
     halved = " / 2" if ced and csa2 else ""
     reason = f"{ARTICLE}; not what the system persists, see the differences" if halved else ARTICLE
     ledger.derive("quoted.persisted_bytes", f"quoted.kv_bytes{halved}", "B", reason, "quoted")
@@ -88,7 +98,8 @@ def _add_release(ledger: Ledger, *, ced: bool, csa2: bool) -> None:
         f"{REPORT}; reconstructed as 21 * (584 + 68) / 4 + 20 * 584 / 128", "quoted",
     )  # fmt: skip
     ledger.derive(
-        "quoted.v4_flash_persisted_bytes", "2 * quoted.v4_flash_kv_bytes_per_token * total_tokens", "B",
+        "quoted.v4_flash_persisted_bytes",
+        "2 * quoted.v4_flash_kv_bytes_per_token * total_tokens", "B",
         f"{REPORT}: windows were about half of what the previous generation persisted", "quoted",
     )  # fmt: skip
     ledger.derive(
@@ -99,7 +110,7 @@ def _add_release(ledger: Ledger, *, ced: bool, csa2: bool) -> None:
         "quoted.v4_flash_turn_share",
         "kv_bytes_per_token * tokens_per_turn / "
         "(quoted.v4_flash_kv_bytes_per_token * tokens_per_turn + window_bytes)",
-        "", "against the previous generation's rows and all windows every tokens_per_turn", "quoted",
+        "", "against the previous generation's rows and windows every tokens_per_turn", "quoted",
     )  # fmt: skip
 
 
@@ -115,7 +126,9 @@ def generation_ledger() -> Ledger:
     }
     for name, (value, words) in numbers.items():
         ledger.add(f"row.{name}", value, "B", words, "public row formats", "quoted")
-    ledger.add("row.v1_head", 128, "values", "V1: 95 layers, K and V, 8 KV heads", "config", "quoted")
+    ledger.add(
+        "row.v1_head", 128, "values", "V1: 95 layers, K and V, 8 KV heads", "config", "quoted"
+    )
     rows = {
         "v1": "95 * 2 * 8 * row.v1_head * 2",
         "v3_2": "61 * (row.main + row.index)",
@@ -156,13 +169,12 @@ def differences(which: Family) -> tuple[Difference, ...]:
         Difference(
             "bytes per token",
             "890 = 10 owners x 356 / 4, all layers at ratio 4; decoder rows given as 640",
-            "890 = 356 x (3/2 + 1), owners 2, 8, 14 at ratio 2 and 20 at ratio 1; the decoder's are 356",
+            "890 = 356 x (3/2 + 1): owners 2, 8, 14 at ratio 2, 20 at ratio 1; decoder 356",
         ),
         Difference(
             "baseline per token",
             "3,560 = 4 x 890, the same layers without sharing",
-            "3,514 is the previous generation, another architecture; without sharing this one needs "
-            "10,324",
+            "3,514 is the previous generation, another model; unshared, this one needs 10,324",
         ),
         Difference(
             "persisted prefix",
@@ -181,10 +193,10 @@ def differences(which: Family) -> tuple[Difference, ...]:
             "7.90 B against 15.47 B a token, plus the replayed tail",
         ),
         Difference(
-            "conversion module", "each borrowing layer adapts the shared rows", "none: rows are shared as is"
+            "conversion module",
+            "each borrowing layer adapts the shared rows",
+            "none: rows are shared as is",
         ),
-        Difference(
-            "layers", "40 uniform layers", "0-1 window only, 2-19 ratio 2, 20-39 ratio 1"
-        ),
+        Difference("layers", "40 uniform layers", "0-1 window only, 2-19 ratio 2, 20-39 ratio 1"),
         Difference("windows", "not counted", "2.70 MB a sequence in every flow"),
     )

@@ -64,9 +64,13 @@ class Request:
                      "encoder_replay_windows"):  # fmt: skip
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise RequestError(f"{name}={value!r} must be a whole number, at least 1", param=name)
+                raise RequestError(
+                    f"{name}={value!r} must be a whole number, at least 1", param=name
+                )
         if not 0 <= self.hit_rate <= 1:
-            raise RequestError(f"hit_rate={self.hit_rate!r} must be between 0 and 1", param="hit_rate")
+            raise RequestError(
+                f"hit_rate={self.hit_rate!r} must be between 0 and 1", param="hit_rate"
+            )
         if self.decoder_prefill not in DECODER_PREFILL:
             raise RequestError(
                 f"decoder_prefill={self.decoder_prefill!r}; allowed: {', '.join(DECODER_PREFILL)}",
@@ -81,8 +85,8 @@ class Request:
                               ("encoder_replay_windows", self.encoder_replay)):  # fmt: skip
             if getattr(self, windows) != 1 and mode in ("full", "exact"):
                 raise RequestError(
-                    f"{windows}={getattr(self, windows)} has no effect with mode {mode!r}; use it with "
-                    f"a bounded replay",
+                    f"{windows}={getattr(self, windows)} has no effect with mode {mode!r}; use "
+                    f"it with a bounded replay",
                     param=windows,
                 )
 

@@ -1,4 +1,4 @@
-"""Bytes of the weights by residency class, per tensor-parallel rank, and the reads of what is not hot.
+"""Bytes of the weights by residency class and by rank, and what one token reads of them.
 
 Where each class CAN live is `weights.CAN_LIVE`; where it DOES live on a machine is `fit.place`.
 """
@@ -65,8 +65,8 @@ def add_ranks(
     for name in ("o_groups", "num_attention_heads", "index_n_heads", "vocab_size"):
         if getattr(config, name) % ways:
             raise UsageError(
-                f"{ways} tensor-parallel ranks cannot share {name}={getattr(config, name)}: the number "
-                f"of devices must divide it"
+                f"{ways} tensor-parallel ranks cannot share {name}={getattr(config, name)}: the "
+                f"number of devices must divide it"
             )
     split = dict.fromkeys(CLASSES, 0)
     for part, nbytes in weights.total.split_bytes.items():
@@ -88,7 +88,8 @@ def add_ranks(
         else:
             ledger.add(
                 f"rank.{name}_split_bytes", split[name], "B", "tensors a rank holds its share of",
-                "vocabulary, heads, groups and table rows are split; the rest is replicated", "derived",
+                "vocabulary, heads, groups and table rows are split; the rest is replicated",
+                "derived",
             )  # fmt: skip
             formula = (
                 f"weights.{name}_bytes - rank.{name}_split_bytes"
@@ -100,31 +101,41 @@ def add_ranks(
 def add_reads(ledger: Ledger, config: ModelConfig, weights: ModelWeights) -> None:
     """Add what one token reads of the classes that need not be hot."""
     ledger.add(
-        "experts.bytes", expert_bytes(config), "B", "one routed expert, weights and scales", _SCHEMA,
-        "derived",
+        "experts.bytes", expert_bytes(config), "B", "one routed expert, weights and scales",
+        _SCHEMA, "derived",
     )  # fmt: skip
     ledger.derive(
-        "experts.bytes_per_token", "model.layers * model.experts_per_token * experts.bytes", "B/token",
-        "experts one decoded token reads",
+        "experts.bytes_per_token", "model.layers * model.experts_per_token * experts.bytes",
+        "B/token", "experts one decoded token reads",
     )  # fmt: skip
     ledger.add(
-        "embed.bytes_per_token", 2 * config.hidden_size, "B/token", "hidden_size * 2", _SCHEMA, "derived"
+        "embed.bytes_per_token",
+        2 * config.hidden_size,
+        "B/token",
+        "hidden_size * 2",
+        _SCHEMA,
+        "derived",
     )
     buffers = weights.engram_buffers
     if not buffers:
         return
-    assert config.engram_max_ngram_size and config.engram_n_heads and config.engram_head_dim
+    assert config.engram_max_ngram_size
+    assert config.engram_n_heads
+    assert config.engram_head_dim
     orders, dim = config.engram_max_ngram_size - 1, config.engram_head_dim
     ledger.add(
         "engram.rows_per_token", len(config.engram_layer_ids) * orders * config.engram_n_heads,
         "rows/token", "Engram layers * (max_ngram_size - 1) * heads", "config", "derived",
     )  # fmt: skip
     ledger.add(
-        "engram.row_bytes", dim + dim // 32, "B", "engram_head_dim FP8 + engram_head_dim / 32 scales",
-        _SCHEMA, "derived",
+        "engram.row_bytes", dim + dim // 32, "B",
+        "engram_head_dim FP8 + engram_head_dim / 32 scales", _SCHEMA, "derived",
     )  # fmt: skip
     ledger.derive(
-        "engram.bytes_per_token", "engram.rows_per_token * engram.row_bytes", "B/token", "payload read"
+        "engram.bytes_per_token",
+        "engram.rows_per_token * engram.row_bytes",
+        "B/token",
+        "payload read",
     )
     sectors = f"engram.rows_per_token * {SECTOR_BYTES}"
     ledger.derive(

@@ -45,13 +45,15 @@ def resolve_model(argument: str) -> PlannedModel:
     """
     if argument.startswith("preset:"):
         return PlannedModel(argument, preset(argument.removeprefix("preset:")))
-    if argument == "nano":
-        return PlannedModel(argument, preset("nano"))
     path = Path(argument)
+    if argument == "nano" and not path.is_dir():
+        path = Path(__file__).parent.parent / "assets" / "nano"
+        if not path.is_dir():  # a source tree whose model has not been built: the same shapes
+            return PlannedModel(argument, preset("nano"))
     if not path.exists():
         raise UsageError(
-            f"no model {argument!r}: neither a path nor a name; allowed: nano, a model directory, a "
-            f"config.json, or preset:NAME with NAME one of {', '.join(preset_names())}"
+            f"no model {argument!r}: neither a path nor a name; allowed: nano, a model directory, "
+            f"a config.json, or preset:NAME with NAME one of {', '.join(preset_names())}"
         )
     config = ModelConfig.from_pretrained(path)
     if not path.is_dir() or not any(path.glob("*.safetensors")):
@@ -61,19 +63,17 @@ def resolve_model(argument: str) -> PlannedModel:
 
 def _headers(path: Path) -> dict[str, TensorHeader]:
     if (path / "model.safetensors.index.json").is_file() or (path / "model.safetensors").is_file():
-        return read_headers(path)
+        return read_headers(path, headers_only=True)
     found: dict[str, TensorHeader] = {}
     for file in sorted(path.glob("*.safetensors")):
-        for name, header in read_file_headers(file).items():
+        for name, header in read_file_headers(file, headers_only=True).items():
             if name in found:
                 raise CheckpointError(f"{name} is in {found[name].file.name} and in {file.name}")
             found[name] = header
     return found
 
 
-def _with_headers(
-    name: str, config: ModelConfig, headers: dict[str, TensorHeader]
-) -> PlannedModel:
+def _with_headers(name: str, config: ModelConfig, headers: dict[str, TensorHeader]) -> PlannedModel:
     parts = {tensor.name: weight_class(tensor.part) for tensor in weight_schema(config)}
     sums: dict[WeightClass, int] = dict.fromkeys(CLASSES, 0)
     for header in headers.values():

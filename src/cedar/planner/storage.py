@@ -45,7 +45,10 @@ def add_storage(ledger: Ledger, plan: LayerPlan, unshared: LayerPlan) -> None:
         "unshared rows, and all windows at every boundary",
     )  # fmt: skip
     ledger.derive(
-        "store.share", "persisted_bytes / store.baseline_bytes", "", "cedar's bytes / the baseline's"
+        "store.share",
+        "persisted_bytes / store.baseline_bytes",
+        "",
+        "cedar's bytes / the baseline's",
     )
     for tokens in TURNS:
         ledger.derive(
@@ -56,8 +59,8 @@ def add_storage(ledger: Ledger, plan: LayerPlan, unshared: LayerPlan) -> None:
         )  # fmt: skip
     if ledger["store.baseline_bytes_per_token"]:
         ledger.derive(
-            "store.windows_equal_rows_at", "window_bytes / store.baseline_bytes_per_token", "tokens",
-            "distance of boundaries at which windows weigh as much as the baseline's rows",
+            "store.windows_equal_rows_at", "window_bytes / store.baseline_bytes_per_token",
+            "tokens", "distance of boundaries at which windows weigh as much as rows",
         )  # fmt: skip
     if 8 * ledger["kv_bytes_per_token"] > ledger["store.baseline_bytes_per_token"]:
         ledger.derive(

@@ -1,7 +1,7 @@
 """What a config's weights count, weigh and multiply: everything is summed from `weight_schema`.
 
-Parameters by part, activated parameters, multiply-accumulates a token, bytes by residency class, and
-how tensors split under tensor parallelism. No formula about requests lives here.
+Parameters by part, activated parameters, multiply-accumulates a token, bytes by residency class,
+and how tensors split under tensor parallelism. No formula about requests lives here.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ WeightClass = Literal["resident", "routed_experts", "embed", "vision", "draft", 
 Place = Literal["gpu", "ram", "ssd"]
 
 #: Parts of one backbone layer that carry parameters (Engram tables are counted apart).
-LAYER_PARTS: tuple[Part, ...] = ("attention", "compressor", "indexer", "adapter", "router", "norms",
-                                 "routed_experts", "shared_experts", "hyper_connections", "engram")  # fmt: skip
+LAYER_PARTS: tuple[Part, ...] = ("attention", "compressor", "indexer", "adapter", "router",
+                                 "norms", "routed_experts", "shared_experts",
+                                 "hyper_connections", "engram")  # fmt: skip
 
 #: Where each class can live, fastest first, and why.
 CAN_LIVE: dict[WeightClass, tuple[tuple[Place, ...], str]] = {
     "resident": (("gpu", "ram"), "every token multiplies all of it"),
-    "routed_experts": (("gpu", "ram", "ssd"), "a token multiplies num_experts_per_tok per layer"),
+    "routed_experts": (("gpu", "ram", "ssd"), "a token multiplies a few a layer"),
     "embed": (("gpu", "ram", "ssd"), "a token reads one row"),
     "vision": (("gpu", "ram", "ssd"), "read for images only"),
     "draft": (("gpu", "ram", "ssd"), "read when drafting only"),
-    "engram_tables": (("gpu", "ram", "ssd"), "a token reads a few rows; ids are known in advance"),
+    "engram_tables": (("gpu", "ram", "ssd"), "a token reads a few rows, known ahead"),
 }
 
 _CLASS_OF_PART: dict[Part, WeightClass] = {
@@ -73,7 +74,9 @@ def padded_width(width: int, ways: int, alignment: int = 1) -> int:
     2304 split 8 ways at alignment 128 is 384 a rank, not 288: 1.33 times the even share.
     """
     if width < 1 or ways < 1 or alignment < 1:
-        raise UsageError(f"cannot split {width} columns {ways} ways at alignment {alignment}: all >= 1")
+        raise UsageError(
+            f"cannot split {width} columns {ways} ways at alignment {alignment}: all >= 1"
+        )
     return ceil_div(ceil_div(width, ways), alignment) * alignment
 
 
@@ -222,7 +225,10 @@ def weigh(config: ModelConfig) -> ModelWeights:
         total=sides["encoder"] + sides["decoder"] + rest,
         sides=sides,
         projection=projection,
-        first_decoder=(activated(first.parameters, config), sum(first_projection.parameters.values())),
+        first_decoder=(
+            activated(first.parameters, config),
+            sum(first_projection.parameters.values()),
+        ),
         tensors=count,
         engram_buffers=tuple(engram_buffers),
     )
