@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cedar.cache.block_pool import BlockPool
+from cedar.cache.hashing import KEY_BYTES
 from cedar.config.engine_config import EngineConfig
 from cedar.engine.account import Account
 from cedar.engine.loaded_model import LoadedModel
+from cedar.engine.phases import EncoderReplay, check_choice
+from cedar.engine.prefix_reuse import PrefixReuse
 from cedar.engine.request import FinishReason, Request, RequestStatus
 from cedar.engine.runner import Runner
 from cedar.engine.sampler import Logprob
@@ -44,13 +47,21 @@ class Engine:
 
     Args:
         model: what to run.   config: limits and modes.
+        prefix_root: `Fingerprint.root()` of the model; only blocks under it are ever found. The
+            default serves an engine that shares its blocks with nobody.
     """
 
-    def __init__(self, model: LoadedModel, config: EngineConfig) -> None:
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig, prefix_root: bytes = bytes(KEY_BYTES)
+    ) -> None:
         self.model, self.config = model, config
+        check_choice("encoder_replay", config.encoder_replay, EncoderReplay)
         self.pool = BlockPool(config.pool_blocks)
         self.runner = Runner(model, config)
-        self.scheduler = Scheduler(config, self.pool, model.config.vocab_size)
+        reuse = None
+        if config.enable_prefix_caching:
+            reuse = PrefixReuse(model.plan, config, self.pool, prefix_root)
+        self.scheduler = Scheduler(config, self.pool, model.config.vocab_size, reuse)
         self._requests: dict[str, Request] = {}
 
     @property
@@ -65,7 +76,7 @@ class Engine:
 
     def add_request(
         self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, *,
-        eos_token_id: int | None = None, index: int = 0,
+        eos_token_id: int | None = None, index: int = 0, cache_salt: bytes = b"",
     ) -> Request:  # fmt: skip
         """Queue one completion.
 
@@ -76,6 +87,7 @@ class Engine:
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is already running", param="request_id")
         request = Request(request_id, tuple(prompt_ids), params, eos_token_id, index)
+        request.cache_salt = cache_salt
         self.scheduler.add(request)
         self._requests[request_id] = request
         return request
@@ -91,7 +103,9 @@ class Engine:
         """Run one step and return the new tokens, in scheduling order."""
         batch = self.scheduler.schedule()
         outputs = []
-        for request, drawn in self.runner.execute(batch):
+        drawn_tokens = self.runner.execute(batch)
+        self.scheduler.commit(batch)
+        for request, drawn in drawn_tokens:
             request.append(drawn.token_id)
             outputs.append(StepOutput(request, drawn.token_id, drawn.logprobs))
         for chunk in batch.prefills:

@@ -96,6 +96,22 @@ class ForwardPass:
         self._advance(pieces, state, spans, decoded=keep_boundary is None)
         return last
 
+    def rewind(
+        self, state: ModelState, slot: int, start: int, prefix_ids: Sequence[int]
+    ) -> None:
+        """Place a sequence with restored global rows before tokens that will run again.
+
+        Its windows start empty at `start`; its stored global rows stay as they are.
+
+        Args:
+            start: first position to run.   prefix_ids: ids of the stored tokens.
+        """
+        record = state.slots[slot]
+        record.encoder_length = record.decoder_length = start
+        record.encoder_floor = record.decoder_floor = start
+        reach = 0 if self.engram is None else self.engram.lookback
+        record.history = list(prefix_ids[max(0, start - reach) : start])
+
     def step(self, ids: Tensor, state: ModelState, slots: Sequence[int], account: Account) -> Boundary:
         """One token of each slot through every layer; the stream leaving the last layer."""
         starts = tuple(state.slots[slot].encoder_length for slot in slots)

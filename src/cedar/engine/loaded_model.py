@@ -275,10 +275,6 @@ class LoadedModel:
             self.plan, options.encoder_replay, windows=options.encoder_replay_windows,
             decoder_rows=decoder_rows, suffix=suffix,
         )  # fmt: skip
-        record = state.slots[slot]
-        start = max(0, record.length - rows)
-        record.encoder_length = record.decoder_length = start
-        record.encoder_floor = record.decoder_floor = start
-        reach = 0 if self.forward.engram is None else self.forward.engram.lookback
-        record.history = prefix[max(0, start - reach) : start].tolist()
+        start = max(0, state.slots[slot].length - rows)
+        self.forward.rewind(state, slot, start, prefix.tolist())
         return prefix[start:]

@@ -46,7 +46,13 @@ class Request:
         redone: output tokens fed back into the model; behind the sampled ones by one while running,
             and by more after a preemption, when they are fed again.
         preemptions: how often it lost its blocks.
-        cached_tokens: prompt tokens taken from the prefix cache.
+        cache_salt: separates tenants in the prefix cache.
+        matched_tokens, cached_tokens: prompt tokens found in the prefix cache, and taken from it.
+        miss_reason: why nothing was taken; None after a hit.
+        depth: bounded replays that the rows computed by this request descend from.
+        keys: chain keys of the full blocks known so far.
+        published: leading blocks that have been made findable.
+        is_placed: whether its slot has been set up since it was admitted.
         arrival, first_token, finished_at: monotonic seconds.
     """
 
@@ -64,7 +70,14 @@ class Request:
     read: int = 0
     redone: int = 0
     preemptions: int = 0
+    cache_salt: bytes = b""
+    matched_tokens: int = 0
     cached_tokens: int = 0
+    miss_reason: str | None = None
+    depth: int = 0
+    keys: list[bytes] = field(default_factory=list)
+    published: int = 0
+    is_placed: bool = False
     arrival: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     finished_at: float | None = None
@@ -73,6 +86,11 @@ class Request:
     def length(self) -> int:
         """Tokens the state holds now: prompt tokens read plus output tokens fed back."""
         return self.read + self.redone
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output together."""
+        return [*self.prompt_ids, *self.output_ids]
 
     @property
     def next_token(self) -> int:
@@ -107,4 +125,5 @@ class Request:
         """Forget what the state held; sampled tokens are kept and will be fed again."""
         self.status = RequestStatus.WAITING
         self.slot, self.block_ids = None, []
-        self.read = self.redone = 0
+        self.read = self.redone = self.published = 0
+        self.is_placed = False

@@ -63,12 +63,18 @@ class Runner:
         self._generators.pop(request.request_id, None)
 
     def _place(self, request: Request) -> None:
-        """Write the block table of a request; a slot's first use starts it empty."""
-        assert request.slot is not None
-        if request.read == 0:
-            self.state.reset(request.slot)
+        """Write the block table of a request; set its slot up after admission."""
+        slot = _slot(request)
         blocks = torch.tensor(request.block_ids, dtype=torch.int32)
-        self.state.tables[request.slot, : blocks.shape[0]] = blocks
+        self.state.tables[slot, : blocks.shape[0]] = blocks
+        if request.is_placed:
+            return
+        self.state.reset(slot)
+        if request.cached_tokens:
+            self.state.slots[slot].length = request.cached_tokens
+            prefix = request.prompt_ids[: request.cached_tokens]
+            self._model.forward.rewind(self.state, slot, request.read, prefix)
+        request.is_placed = True
 
     def _prefill(self, chunks: Sequence[PrefillChunk]) -> list[tuple[Request, Sampled]]:
         pieces = [torch.tensor(c.request.prompt_ids[c.start : c.start + c.count]) for c in chunks]

@@ -14,6 +14,7 @@ from collections import deque
 from cedar.cache.block_pool import BlockPool
 from cedar.config.engine_config import EngineConfig
 from cedar.engine.batch import Batch, PrefillChunk
+from cedar.engine.prefix_reuse import PrefixReuse
 from cedar.engine.request import FinishReason, Request, RequestStatus
 from cedar.errors import DoesNotFitError, RequestError
 
@@ -23,10 +24,14 @@ class Scheduler:
 
     Args:
         config: limits.   pool: block accounting.   vocab_size: bound of token ids.
+        reuse: prefix cache policy; None = off.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, vocab_size: int) -> None:
+    def __init__(
+        self, config: EngineConfig, pool: BlockPool, vocab_size: int, reuse: PrefixReuse | None
+    ) -> None:
         self._config, self._pool, self._vocab_size = config, pool, vocab_size
+        self._reuse = reuse
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._free_slots = list(reversed(range(config.max_num_seqs)))
@@ -96,6 +101,13 @@ class Scheduler:
             budget -= self._add_chunk(request, budget, prefills)
         return Batch(tuple(prefills), tuple(decodes), tuple(preempted))
 
+    def commit(self, batch: Batch) -> None:
+        """The batch has run: blocks it filled become findable."""
+        if self._reuse is None:
+            return
+        for request in (*(chunk.request for chunk in batch.prefills), *batch.decodes):
+            self._reuse.publish(request)
+
     def retire(self) -> list[Request]:
         """Take finished requests off the running list and free what they held."""
         finished = [r for r in self.running if r.status is RequestStatus.FINISHED]
@@ -114,10 +126,14 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         if not self._free_slots:
             return False
-        blocks = self._pool.allocate(self._blocks(len(request.prompt_ids) + len(request.output_ids)))
+        adopted = [] if self._reuse is None else self._reuse.adopt(request)
+        blocks = self._pool.allocate(self._blocks(len(request.token_ids)) - len(adopted))
         if blocks is None:
+            self._pool.release(adopted)
+            request.rewind()
             return False
-        request.block_ids, request.slot = blocks, self._free_slots.pop()
+        request.block_ids, request.slot = adopted + blocks, self._free_slots.pop()
+        request.published = len(adopted)
         request.status = RequestStatus.PREFILL
         self.running.append(request)
         return True

@@ -1,0 +1,93 @@
+"""`PrefixReuse`: which stored blocks a request may start from, and which it leaves findable.
+
+Pure accounting between the scheduler and the block pool; no tensors, no text. A hit is the longest
+run of leading blocks whose global rows are all there; windows are never stored, so the encoder runs
+again on the tokens before the hit's end (`phases.encoder_replay_rows`).
+"""
+
+from __future__ import annotations
+
+from cedar.cache.block_pool import BlockPool
+from cedar.cache.hashing import block_keys, chain_start, next_key
+from cedar.config.engine_config import EngineConfig
+from cedar.config.layer_plan import LayerPlan
+from cedar.engine.phases import boundary_rows, encoder_replay_rows
+from cedar.engine.request import Request
+
+
+class PrefixReuse:
+    """Prefix cache policy of one engine.
+
+    Args:
+        plan: window and layers decide how much is replayed.   config: modes.
+        pool: where blocks are found.
+        root: fingerprint of everything rows depend on besides tokens.
+    """
+
+    def __init__(
+        self, plan: LayerPlan, config: EngineConfig, pool: BlockPool, root: bytes
+    ) -> None:
+        self._plan, self._config, self._pool, self._root = plan, config, pool, root
+
+    def adopt(self, request: Request) -> list[int]:
+        """Take the blocks a new request starts from; each gets a reference.
+
+        Sets the request's `keys`, `matched_tokens`, `cached_tokens`, `miss_reason`, `depth` and
+        `read` (where the encoder starts again, before the end of the hit).
+        """
+        config = self._config
+        request.matched_tokens = request.cached_tokens = request.depth = 0
+        request.keys = block_keys(
+            self._root, request.prompt_ids, config.block_size, request.cache_salt
+        )
+        exact = config.encoder_replay == "exact"
+        found = self._pool.longest_prefix(request.keys, max_depth=0 if exact else None)
+        request.matched_tokens = len(found) * config.block_size
+        request.miss_reason = self._why_not(request)
+        if request.miss_reason is not None:
+            return []
+        for block in found:
+            self._pool.acquire(block)
+        request.cached_tokens = request.matched_tokens
+        request.read = max(0, request.cached_tokens - self._replayed(request))
+        request.depth = max(self._pool.depth_of(block) for block in found)
+        if request.read > 0 and not exact:
+            request.depth += 1
+        return found
+
+    def publish(self, request: Request) -> None:
+        """Make the blocks that a request has filled findable."""
+        size = self._config.block_size
+        full = request.length // size
+        ids = request.token_ids
+        while len(request.keys) < full:
+            parent = request.keys[-1] if request.keys else chain_start(self._root, request.cache_salt)
+            start = len(request.keys) * size
+            request.keys.append(next_key(parent, ids[start : start + size]))
+        for number in range(request.published, full):
+            self._pool.publish(request.block_ids[number], request.keys[number], request.depth)
+        request.published = max(request.published, full)
+
+    def _why_not(self, request: Request) -> str | None:
+        window = self._plan.sliding_window
+        if request.params.prompt_logprobs is not None:
+            return "prompt log-probabilities need every prompt token to run"
+        if not request.matched_tokens:
+            return "no block of this prompt is cached"
+        if request.matched_tokens <= window:
+            return (
+                f"the match of {request.matched_tokens} tokens is not longer than the window of "
+                f"{window}, which runs again anyway"
+            )
+        return None
+
+    def _replayed(self, request: Request) -> int:
+        """Tokens before the end of the hit that run through the encoder again."""
+        config, plan = self._config, self._plan
+        suffix = len(request.prompt_ids) - request.cached_tokens
+        mode = config.resolve_decoder_prefill(plan)
+        rows = boundary_rows(plan, mode, config.replay_windows, suffix=suffix)  # type: ignore[arg-type]
+        return encoder_replay_rows(
+            plan, config.encoder_replay, windows=1,  # type: ignore[arg-type]
+            decoder_rows=min(rows, len(request.prompt_ids)), suffix=suffix,
+        )  # fmt: skip
