@@ -56,6 +56,8 @@ def attend(
         split: number of window entries, the first ones.   other: queries for the entries after
             `split`; then the two parts of the output are returned apart.
     """
+    if values.shape[1] == 0:
+        return torch.zeros_like(q), None if other is None else torch.zeros_like(other)
     scores = torch.einsum("nhd,ned->nhe", q.float(), values)
     if other is not None:
         tail = torch.einsum("nhd,ned->nhe", other.float(), values[:, split:])
