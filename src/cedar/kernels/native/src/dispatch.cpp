@@ -60,10 +60,9 @@ bool available(Isa isa) {
 }
 
 Isa best() {
-  for (const Isa isa : {Isa::amx, Isa::avx512, Isa::avx2}) {
-    if (available(isa)) return isa;
-  }
-  return Isa::scalar;
+  if (available(Isa::amx)) return Isa::amx;
+  if (available(Isa::avx512)) return Isa::avx512;
+  return available(Isa::avx2) ? Isa::avx2 : Isa::scalar;
 }
 
 }  // namespace

@@ -61,9 +61,9 @@ CEDAR_INLINE float e8m0_to_float(uint8_t byte) {
 CEDAR_INLINE float e4m3_to_float(uint8_t byte) {
   const uint32_t magnitude = byte & 0x7fu;
   if (magnitude == 0x7fu) return float_of_bits(0x7fc00000u);
-  // The 7 bits placed as a float have an exponent too small by 120; the product is exact,
-  // subnormals included.
-  const float value = float_of_bits(magnitude << 20) * float_of_bits((127u + 120u) << 23);
+  // Subnormals are made from integers: no float subnormal occurs, whatever the processor's mode.
+  const float value = magnitude < 8u ? static_cast<float>(static_cast<int>(magnitude)) * 0x1p-9f
+                                     : float_of_bits((magnitude << 20) + (120u << 23));
   return float_of_bits(bits_of_float(value) | (static_cast<uint32_t>(byte & 0x80u) << 24));
 }
 
