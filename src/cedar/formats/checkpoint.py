@@ -22,47 +22,10 @@ from torch import Tensor
 
 from cedar.config.weight_schema import TensorSpec
 from cedar.errors import CheckpointError
-from cedar.formats.headers import TensorHeader, read_headers
+from cedar.formats.headers import TensorHeader, check_headers, read_headers
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-
-
-def check_headers(headers: Mapping[str, TensorHeader], schema: Iterable[TensorSpec]) -> None:
-    """Compare what the files hold with what the config asks for.
-
-    Raises:
-        CheckpointError: a tensor is missing, extra, mis-shaped or mis-typed; names it and its file.
-    """
-    expected = {spec.name: spec for spec in schema}
-    missing = sorted(expected.keys() - headers.keys())
-    if missing:
-        raise CheckpointError(
-            f"checkpoint lacks {len(missing)} tensor(s) that config.json asks for: {_some(missing)}"
-        )
-    extra = sorted(headers.keys() - expected.keys())
-    if extra:
-        first = headers[extra[0]].file.name
-        raise CheckpointError(
-            f"checkpoint has {len(extra)} tensor(s) that config.json does not describe: "
-            f"{_some(extra)} (first in {first}); the config and the weights are of different models"
-        )
-    for name, spec in expected.items():
-        header = headers[name]
-        if header.shape != spec.shape:
-            raise CheckpointError(
-                f"{name} in {header.file.name} has shape {list(header.shape)}, config.json asks for "
-                f"{list(spec.shape)}"
-            )
-        if header.tag != spec.tag:
-            raise CheckpointError(
-                f"{name} in {header.file.name} is {header.tag}, config.json asks for {spec.tag}"
-            )
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown}, ... and {len(names) - 5} more"
 
 
 class CheckpointReader:

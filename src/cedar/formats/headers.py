@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from cedar.config.weight_schema import TAG_BYTES
+from cedar.config.weight_schema import TAG_BYTES, TensorSpec
 from cedar.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 1 << 30
@@ -136,3 +137,40 @@ def _check_ranges(
             )
         end = stop
     return end
+
+
+def check_headers(headers: Mapping[str, TensorHeader], schema: Iterable[TensorSpec]) -> None:
+    """Compare what the files hold with what the config asks for.
+
+    Raises:
+        CheckpointError: a tensor is missing, extra, mis-shaped or mis-typed; names it and its file.
+    """
+    expected = {spec.name: spec for spec in schema}
+    missing = sorted(expected.keys() - headers.keys())
+    if missing:
+        raise CheckpointError(
+            f"checkpoint lacks {len(missing)} tensor(s) that config.json asks for: {_some(missing)}"
+        )
+    extra = sorted(headers.keys() - expected.keys())
+    if extra:
+        first = headers[extra[0]].file.name
+        raise CheckpointError(
+            f"checkpoint has {len(extra)} tensor(s) that config.json does not describe: "
+            f"{_some(extra)} (first in {first}); the config and the weights are of different models"
+        )
+    for name, spec in expected.items():
+        header = headers[name]
+        if header.shape != spec.shape:
+            raise CheckpointError(
+                f"{name} in {header.file.name} has shape {list(header.shape)}, config.json asks for "
+                f"{list(spec.shape)}"
+            )
+        if header.tag != spec.tag:
+            raise CheckpointError(
+                f"{name} in {header.file.name} is {header.tag}, config.json asks for {spec.tag}"
+            )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown}, ... and {len(names) - 5} more"

@@ -1,0 +1,124 @@
+"""The command line: verbs, exit codes, JSON documents and messages."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from cedar.cli.main import main
+
+VECTORS = Path(__file__).parent.parent / "vectors"
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def cedar(*arguments: str) -> Done:
+    """Run the command line in this process, as `cedar ARGUMENTS` would."""
+    out, err, argv = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["cedar", *arguments]
+    try:
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as stop:
+            main()
+    finally:
+        sys.argv = argv
+    return Done(int(stop.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def test_help_lists_every_verb_and_never_imports_torch() -> None:
+    code = "import sys, cedar.cli.main as m; m.cedar.main(['--help'], standalone_mode=False); " \
+           "assert 'torch' not in sys.modules"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for verb in ("generate", "inspect", "plan", "train", "cache"):
+        assert verb in done.stdout
+
+
+def test_inspect_prints_the_released_totals_without_torch() -> None:
+    code = "import sys, cedar.cli.main as m; m.cedar.main(['inspect', 'preset:v4.1-flash', " \
+           "'--json'], standalone_mode=False); assert 'torch' not in sys.modules"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["num_hidden_layers"] == 40
+    assert record["num_encoder_layers"] == 20
+    assert record["kv_bytes_per_token"] == 890
+    assert record["window_bytes"] == 2_703_360
+    assert record["parameters"]["backbone"] == 551_566_180_464
+    assert record["parameters"]["engram"] == 196_613_849_600
+    assert record["parameters"]["activated_prefill"] == 7_895_563_064
+    assert record["parameters"]["activated_decode"] == 16_130_583_664
+    assert record["layers"][24] | {"kv_input": "self"} == {
+        "layer_id": 24, "side": "decoder", "role": "reindex", "compress_ratio": 1, "kv_owner": 20,
+        "topk_owner": 24, "kv_input": "self", "candidate": "consumer", "kv_adapter": "none",
+        "has_engram": False,
+    }  # fmt: skip
+
+
+def test_inspect_says_what_a_checkpoint_would_load() -> None:
+    done = cedar("inspect", str(VECTORS / "m7-tiny-all"))
+    assert done.returncode == 0, done.stderr
+    assert "recognised, not run: 26 vision, 115 draft" in done.stdout
+
+
+def test_generate_json_accounts_for_every_phase() -> None:
+    done = cedar(
+        "generate", "preset:tiny", "--prompt-ids", ",".join(["5"] * 20), "--max-tokens", "6",
+        "--ignore-eos", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert record["prompt_tokens"] == 20
+    assert record["completion_tokens"] == 6
+    assert record["flow"] == "ced+csa2"
+    assert record["decoder_prefill"] == "report"
+    phases = record["phases"]
+    assert (phases["encode"]["tokens"], phases["encode"]["layers"]) == (20, 4)
+    assert (phases["project"]["tokens"], phases["project"]["layers"]) == (20, 1)
+    assert (phases["replay"]["tokens"], phases["replay"]["layers"]) == (8, 4)
+    assert (phases["decode"]["tokens"], phases["decode"]["layers"]) == (5, 8)
+    # 25 tokens are stored: the last sampled one was never fed. Owners 1 and 3 keep a row per two.
+    assert record["kv_bytes"] == (12 + 12 + 25) * 35
+    assert record["window_bytes"] == 8 * 8 * 33
+    assert "encode" in done.stderr
+    assert "index_key_rule=corrected" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate", "preset:tiny"], 2, "got 0 prompts; give exactly one of --prompt"),
+        (["generate", "preset:tiny", "--prompt", "hi"], 2, "has no tokenizer"),
+        (["generate", "preset:tiny", "--prompt-ids", "1,x"], 2, "must be integers separated"),
+        (["generate", "preset:tiny", "--prompt-ids", "64"], 2, "token id 64 is not in the vocabulary"),
+        (["generate", "preset:nope", "--prompt-ids", "1"], 2, "unknown preset 'nope'; allowed:"),
+        (["generate", "/nowhere", "--prompt", "hi"], 4, "is not a directory"),
+        (["generate", "preset:tiny", "--prompt-file", "/nowhere"], 2, "cannot read /nowhere"),
+        (["generate", "preset:tiny", "--prompt-ids", "1", "--temperature", "-1"], 2,
+         "temperature=-1.0; allowed are numbers"),
+        (["generate", "preset:tiny", "--prompt-ids", "1", "--replay-windows", "0"], 2,
+         "replay_windows=0 must be"),
+        (["generate", str(VECTORS / "m7-tiny-all"), "--prompt", "hi", "--decoder-prefill", "report"],
+         2, "is not possible for this model: layer 5 has an Engram"),
+        (["inspect", "nope"], 2, "no model 'nope'"),
+        (["frobnicate"], 2, "No such command"),
+    ],
+)  # fmt: skip
+def test_mistakes_exit_with_their_code_and_one_sentence(
+    arguments: list[str], code: int, message: str
+) -> None:
+    done = cedar(*arguments)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
