@@ -209,7 +209,7 @@ class NanoTemplate:
                 )
             segments += [Marker(markers[message.role]), Text(message.text()), Marker("<|end|>")]
         if continue_final_message:
-            require_final_assistant(parsed)
+            require_final_assistant(parsed[-1])
             segments.pop()
         elif add_generation_prompt:
             segments.append(Marker(markers["assistant"]))

@@ -12,15 +12,15 @@ One conversation with one tool call, thinking on, a line per message::
     I look it up.</think>\\n\\n<DSML calls> ... </DSML calls><EOS>
     <User><tool_result>{"rain": true}</tool_result><Assistant><think>
 
-Source: the rules of the release's ``encoding/encoding.py``.  Its instructions for tools and response
-formats are worded anew (docs/chat.md).
+Source: the rules of the release's ``encoding/encoding.py``.  Its instructions for tools and
+response formats are worded anew (docs/chat.md).
 """
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cedar.errors import RequestError
@@ -35,8 +35,9 @@ from cedar.text.deepseek_markers import (
     THINK_OPEN,
     USER,
 )
+from cedar.text.deepseek_turns import Block, Turn, build_turns
 from cedar.text.dsml import TOOLS_PROMPT, calls_block, to_json, tools_section
-from cedar.text.messages import Message, parse_messages, parse_tools, require_final_assistant
+from cedar.text.messages import Message, require_final_assistant
 from cedar.text.segments import Marker, Segment, Text, join_texts
 
 EFFORTS: Mapping[str, int] = {"low": 50, "high": 75, "max": 100}
@@ -106,8 +107,7 @@ def render(
 
     Args:
         messages: OpenAI-style messages; :func:`cedar.text.messages.parse_messages` lists the keys.
-        tools: OpenAI-style tool definitions; they go into the first message, which becomes a system
-            message where it is none.
+        tools: OpenAI-style tool definitions.
         options: thinking, effort and how the prompt ends; None takes every default.
 
     Raises:
@@ -115,102 +115,18 @@ def render(
         CheckpointError: the tools prompt has no place for the schemas.
     """
     options = options or PromptOptions()
-    parsed = _carry_tools([_as_known(m) for m in parse_messages(messages)], parse_tools(tools))
+    turns = build_turns(messages, tools)
     if options.continue_final_message:
-        require_final_assistant(parsed)
-        parsed[-1] = replace(parsed[-1], without_end=True)
-    return _Prompt(_merge_user_turns(parsed), options).write()
-
-
-@dataclass(slots=True)
-class _Turn:
-    """One message as it is written: a user turn may hold several messages and tool results."""
-
-    message: Message
-    blocks: list[_Block] = field(default_factory=list)
-
-    @property
-    def role(self) -> str:
-        return self.message.role
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """One piece of a user turn: the user's text, or the result of a call."""
-
-    text: str
-    is_result: bool
-    call_id: str | None = None
-
-
-def _as_known(message: Message) -> Message:
-    """Brings a message into what the format knows: no developers, and known tasks of users."""
-    tasks = dict(TASK_MARKERS)
-    if message.task is not None and (message.task not in tasks or message.role != "user"):
-        raise RequestError(
-            f"a {message.role} message has the task {reprlib.repr(message.task)}; a user message "
-            f"may have one of {', '.join(tasks)}",
-            param="messages",
-        )
-    if message.role not in ("system", "developer") and (
-        message.tools or message.response_format is not None
-    ):
-        raise RequestError(
-            f"a {message.role} message carries tools or a response_format; only a system message "
-            "may",
-            param="messages",
-        )
-    # OpenAI renamed the system role; the release's prompts have one kind of instruction only.
-    return replace(message, role="system") if message.role == "developer" else message
-
-
-def _carry_tools(messages: list[Message], tools: tuple[Mapping[str, Any], ...]) -> list[Message]:
-    if not tools:
-        return messages
-    if messages[0].role != "system":
-        messages = [Message(role="system"), *messages]
-    return [replace(messages[0], tools=(*messages[0].tools, *tools)), *messages[1:]]
-
-
-def _merge_user_turns(messages: list[Message]) -> list[_Turn]:
-    """Turns tool messages into blocks of user turns and joins neighbouring user turns."""
-    turns: list[_Turn] = []
-    for message in messages:
-        if message.role not in ("user", "tool"):
-            turns.append(_Turn(message))
-            continue
-        if not turns or turns[-1].role != "user" or turns[-1].message.task:
-            turns.append(_Turn(Message(role="user")))
-        turn = turns[-1]
-        if message.role == "tool":
-            turn.blocks.append(_Block(message.text(), True, message.tool_call_id))
-        else:
-            turn.blocks += [_Block(part, False) for part in message.parts]
-            turn.message = replace(turn.message, task=message.task)
-    places: dict[str, int] = {}
-    for turn in turns:
-        if turn.message.tool_calls:
-            ids = [call.id for call in turn.message.tool_calls]
-            places = {call_id: i for i, call_id in enumerate(ids) if call_id}
-        elif turn.role == "user":
-            _order_results(turn.blocks, places)
-    return turns
-
-
-def _order_results(blocks: list[_Block], places: Mapping[str, int]) -> None:
-    """Puts the results of one turn into the order of the calls; unknown ids come first."""
-    slots = [i for i, block in enumerate(blocks) if block.is_result]
-    results = sorted(
-        (blocks[i] for i in slots), key=lambda block: places.get(block.call_id or "", 0)
-    )
-    for slot, result in zip(slots, results, strict=True):
-        blocks[slot] = result
+        last = turns[-1]
+        require_final_assistant(last.message)
+        last.message = replace(last.message, without_end=True)
+    return _Prompt(turns, options).write()
 
 
 class _Prompt:
     """Writes the turns of one conversation."""
 
-    def __init__(self, turns: list[_Turn], options: PromptOptions) -> None:
+    def __init__(self, turns: list[Turn], options: PromptOptions) -> None:
         self._turns = turns
         self._options = options
         self._effort = options.effort
@@ -299,5 +215,5 @@ class _Prompt:
         self._segments.append(Marker(text))
 
 
-def _block_text(block: _Block) -> str:
+def _block_text(block: Block) -> str:
     return f"<tool_result>{block.text}</tool_result>" if block.is_result else block.text

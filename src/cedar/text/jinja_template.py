@@ -224,7 +224,7 @@ def _line(traceback: TracebackType | None) -> str:
 
 def _cut_behind(pieces: list[str], message: Message) -> list[str]:
     """Cuts the pieces of a prompt behind the content of the message that is to be continued."""
-    require_final_assistant([message])
+    require_final_assistant(message)
     content = message.text("\n").strip()
     if not content:
         raise RequestError(

@@ -88,16 +88,16 @@ def parse_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return [_parse_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def require_final_assistant(messages: Sequence[Message]) -> None:
-    """Checks that a conversation ends with a message that can be continued.
+def require_final_assistant(last: Message) -> None:
+    """Checks that the last message of a conversation is one that can be continued.
 
     Raises:
-        RequestError: the last message is not an assistant's.
+        RequestError: it is not an assistant's.
     """
-    if messages[-1].role != "assistant":
+    if last.role != "assistant":
         raise RequestError(
             "continue_final_message needs an assistant message at the end; the last one is a "
-            f"{messages[-1].role} message",
+            f"{last.role} message",
             param="continue_final_message",
         )
 
