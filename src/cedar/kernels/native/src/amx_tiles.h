@@ -9,8 +9,10 @@
 namespace cedar {
 namespace CEDAR_ISA {
 
-// The tile load intrinsics do not tell the compiler that they read memory.
-CEDAR_INLINE void compiler_fence() { __asm__ volatile("" ::: "memory"); }
+// The tile intrinsics of some compilers do not say which memory they read or write.
+CEDAR_INLINE void compiler_fence(const void* memory) {
+  __asm__ volatile("" ::"r"(memory) : "memory");
+}
 
 // The 64 bytes of LDTILECFG, palette 1.
 struct alignas(64) TileShapes {
@@ -32,9 +34,12 @@ class TileScope {
  public:
   explicit TileScope(const TileShapes& shapes) {
     _tile_storeconfig(&before_);
+    compiler_fence(&before_);
+    compiler_fence(&shapes);
     _tile_loadconfig(&shapes);
   }
   ~TileScope() {
+    compiler_fence(&before_);
     if (before_.palette == 0) {
       _tile_release();
     } else {

@@ -68,7 +68,7 @@ template <int kHeads, int kRowTiles, int kSteps>
 inline void score_group(const Query& first, int queries, int heads, int padded, const Strip* strips,
                         int count, float* scores, int score_stride) {
   alignas(64) int32_t dots[2][kRowTiles * 16 * kStrip];
-  compiler_fence();
+  compiler_fence(first.values);
   _tile_loadd(0, first.values, padded);
   if (kSteps == 2) _tile_loadd(1, first.values + 64, padded);
   if (kRowTiles == 2) {
