@@ -24,6 +24,7 @@ SIGNATURES = {
     "store_rows": "piqqiqpqqpi",
     "load_rows": "pqqpqiqpiqi",
     "fake_quantise": "piqqqpiqi",
+    "linear": "piqqppiqqipiqi",
 }
 
 #: Meaning of a kernel's return value; `Status` in exports.cpp.

@@ -2,10 +2,12 @@
 // variant in use. Compiled once, for the baseline instruction set. Return 0, or a Status.
 #include "cedar_native.h"
 #include "codec.h"
+#include "linear.h"
 
 CEDAR_VARIANTS(int, store_rows, (const cedar::RowsCall& call))
 CEDAR_VARIANTS(int, load_rows, (const cedar::RowsCall& call))
 CEDAR_VARIANTS(int, fake_quantise, (const cedar::FakeQuantiseCall& call))
+CEDAR_VARIANTS_AMX(int, linear, (const cedar::LinearCall& call))
 
 namespace cedar {
 namespace {
@@ -21,6 +23,15 @@ int check_rows(const RowsCall& call, int64_t num_rows, int64_t lowest) {
     if (call.where[i] < lowest || call.where[i] >= num_rows) return kRowOutOfRange;
   }
   return 0;
+}
+
+// Activations are float32 or bfloat16; scaled weights have whole groups of 32 inputs.
+int check_linear(const Weight& weight, bool quantise, int32_t x_dtype, int32_t y_dtype) {
+  const bool scaled = weight.kind == kFp8Weight || weight.kind == kFp4Weight;
+  if (!scaled && weight.kind != kFloat32Weight && weight.kind != kBfloat16Weight) return kBadKind;
+  if ((x_dtype | y_dtype) & ~1) return kBadKind;
+  if ((scaled || quantise) && weight.in % 32 != 0) return kBadWidth;
+  return weight.in < 1 || weight.out < 1 ? kBadWidth : 0;
 }
 
 }  // namespace
@@ -51,6 +62,17 @@ CEDAR_API int cedar_fake_quantise(const void* x, int32_t dtype, int64_t x_stride
   const cedar::FakeQuantiseCall call = {x,   dtype,     x_stride,   n,       width,
                                         out, out_dtype, out_stride, nthreads};
   CEDAR_CALL(fake_quantise, (call));
+}
+
+CEDAR_API int cedar_linear(const void* x, int32_t x_dtype, int64_t x_stride, int64_t n,
+                           const void* values, const uint8_t* scales, int32_t kind, int64_t out,
+                           int64_t in, int32_t quantise, void* y, int32_t y_dtype,
+                           int64_t y_stride, int32_t nthreads) {
+  const cedar::Weight weight = {kind, values, scales, out, in};
+  const cedar::LinearCall call = {x, x_dtype, x_stride, n,        weight,  quantise != 0,
+                                  y, y_dtype, y_stride, nthreads};
+  if (const int status = cedar::check_linear(weight, call.quantise, x_dtype, y_dtype)) return status;
+  CEDAR_CALL_AMX(linear, (call));
 }
 
 CEDAR_API int cedar_abi_version() {
