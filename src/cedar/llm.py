@@ -184,9 +184,7 @@ class LLM:
             raise UsageError("stop strings need a tokenizer; use stop_token_ids")
         for index in range(params.n):
             name = f"{request_id}-{index}"
-            self.engine.add_request(
-                name, ids, params, eos_token_id=self.eos_token_id, index=index
-            )
+            self.engine.add_request(name, ids, params, eos_token_id=self.eos_token_id, index=index)
             completion = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
             text = None if self.tokenizer is None else CompletionText(self.tokenizer, params.stop)
             texts[name] = (completion, text)
@@ -198,7 +196,8 @@ class LLM:
         self, output: StepOutput, texts: dict[str, tuple[CompletionOutput, CompletionText | None]]
     ) -> TextDelta:
         completion, text = texts[output.request.request_id]
-        delta, ids = "", ()
+        delta = ""
+        ids: tuple[int, ...] = ()
         if output.token_id is not None:
             ids = (output.token_id,)
             completion.token_ids.append(output.token_id)

@@ -75,7 +75,9 @@ def load(
     ops = select_operators(kernels)
     if str(path).startswith(PRESET_PREFIX):
         config = preset(str(path).removeprefix(PRESET_PREFIX))
-        return from_config(config, ops=ops, dtype=activations, index_key_rule=index_key_rule, seed=seed)
+        return from_config(
+            config, ops=ops, dtype=activations, index_key_rule=index_key_rule, seed=seed
+        )
     directory = resolve_model(path)
     config = ModelConfig.from_pretrained(directory)
     net = build_net(config, ops, activations)

@@ -104,7 +104,10 @@ class CachedRows:
         state = self._state
         slots = torch.tensor(spans.sequences)
         pools = []
-        for carried, new in ((state.open_kv[spec.layer_id], kv), (state.open_gate[spec.layer_id], gate)):
+        for carried, new in (
+            (state.open_kv[spec.layer_id], kv),
+            (state.open_gate[spec.layer_id], gate),
+        ):
             joined = torch.cat((carried[slots].flatten(0, 1), new))
             pools.append(joined[plan.members.flatten()].unflatten(0, plan.members.shape))
             carried.view(-1, carried.shape[-1])[plan.left_to] = joined[plan.left_from]
@@ -219,9 +222,7 @@ class CachedRows:
             out[rows] = picked.positions
         return Selection(out)
 
-    def _in_ring(
-        self, spec: LayerSpec, spans: Spans, ring: Tensor, window: Tensor
-    ) -> WindowRows:
+    def _in_ring(self, spec: LayerSpec, spans: Spans, ring: Tensor, window: Tensor) -> WindowRows:
         base = spans.row_sequences.long() * self._window
         hi = spans.positions
         where = base + hi % self._window
@@ -284,9 +285,7 @@ def _plan_groups(ratio: int, spans: Spans, floors: tuple[int, ...]) -> _GroupPla
     )
 
 
-def _plan_window(
-    spans: Spans, queries: Spans, floors: tuple[int, ...], window: int
-) -> _WindowPlan:
+def _plan_window(spans: Spans, queries: Spans, floors: tuple[int, ...], window: int) -> _WindowPlan:
     """Numbers of the linear buffer of a call; see the file's first lines."""
     reach = window - 1
     old_from, old_to, new_to, keep_from, keep_to, base, lo = [], [], [], [], [], [], []

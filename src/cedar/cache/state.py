@@ -70,9 +70,7 @@ class ModelState:
         self.tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32)
         self.slots = [Slot() for _ in range(num_slots)]
         window, row_bytes = self.plan.sliding_window, self.formats.window.row_bytes
-        self.rings = torch.zeros(
-            len(self.plan), num_slots, window, row_bytes, dtype=torch.uint8
-        )
+        self.rings = torch.zeros(len(self.plan), num_slots, window, row_bytes, dtype=torch.uint8)
         self.open_kv: dict[int, Tensor] = {}
         self.open_gate: dict[int, Tensor] = {}
         for spec in self.plan.kv_owners:
@@ -176,6 +174,6 @@ class ModelState:
                 target = hit.pool.row_numbers(owner, hit.tables, sequence, rows)
                 hit.pool.main[owner][target] = self.pool.main[owner][source]
                 hit.pool.index[owner][target] = self.pool.index[owner][source]
-        for slot in hit.slots:
-            slot.length = num_tokens
+        for record in hit.slots:
+            record.length = num_tokens
         return hit

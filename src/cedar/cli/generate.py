@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 @model_options
 @click.option("--prompt", help="Prompt text.")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the prompt text.")
-@click.option("--prompt-ids", help="Prompt as token ids, comma separated (models without tokenizer).")
+@click.option(
+    "--prompt-ids", help="Prompt as token ids, comma separated (models without tokenizer)."
+)
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="New tokens at most.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 = greedy.")
 @click.option("--top-p", type=float, default=1.0, show_default=True)
@@ -70,7 +72,8 @@ def generate(
         block_size=loaded.plan.ratio_lcm * -(-128 // loaded.plan.ratio_lcm),
     )  # fmt: skip
     _say(f"reading {len(ids)} prompt tokens, decoder_prefill={llm.engine.runner.decoder_prefill}")
-    text, out_ids, reason = "", [], None
+    text, reason = "", None
+    out_ids: list[int] = []
     for delta in llm.stream(ids, params):
         if not as_json:
             sys.stdout.write(delta.text)

@@ -118,7 +118,8 @@ def _text(config: ModelConfig, record: dict[str, Any]) -> str:
         "",
         config.plan.table(),
         "",
-        "parameters   " + ", ".join(f"{name} {format_count(n)}" for name, n in parameters.items() if n),
+        "parameters   "
+        + ", ".join(f"{name} {format_count(n)}" for name, n in parameters.items() if n),
         f"KV           {record['kv_bytes_per_token']:g} B/token (rows: main {record['row_bytes']['main']}"
         f" + index key {record['row_bytes']['index']} B per owner / ratio)",
         f"windows      {format_bytes(record['window_bytes'])} per sequence, constant",

@@ -92,7 +92,8 @@ def engram_hash(config: ModelConfig, pad_id: int) -> EngramHash:
     bound = max(1, (2**63 - 1) // config.engram_compressed_vocab_size // 2)
     multipliers = np.stack(
         [
-            2 * np.random.default_rng(10007 * layer).integers(0, bound, orders + 1, dtype=np.int64) + 1
+            2 * np.random.default_rng(10007 * layer).integers(0, bound, orders + 1, dtype=np.int64)
+            + 1
             for layer in config.engram_layer_ids
         ]
     )

@@ -155,7 +155,9 @@ INERT_NESTED: Final = frozenset(
         "text_config.rope_scaling.type",
     }
 )
-INERT_FLAT: Final = frozenset({"dtype", "expert_dtype", "max_batch_size", "max_seq_len", "temperature"})
+INERT_FLAT: Final = frozenset(
+    {"dtype", "expert_dtype", "max_batch_size", "max_seq_len", "temperature"}
+)
 
 ENGRAM_SCALARS: Final = (
     "engram_max_ngram_size",

@@ -191,7 +191,9 @@ class ModelConfig:
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ConfigError(f"{file} does not exist; a model directory needs a config.json") from None
+            raise ConfigError(
+                f"{file} does not exist; a model directory needs a config.json"
+            ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file} is not valid JSON: {error}") from None
         if not isinstance(document, dict):
@@ -292,7 +294,9 @@ def _from_nested(cls: type[ModelConfig], source: Mapping[str, Any]) -> ModelConf
     document = _normalise_rope(source)
     values = {f.name: _read(document, f, f.nested) for f in layout.TEXT_FIELDS + layout.ROOT_FIELDS}
     scaling = _get(document, "text_config.rope_scaling")
-    rope_type = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
+    rope_type = (
+        scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else None
+    )
     if rope_type != "yarn":
         raise ConfigError(
             f"rope_scaling.rope_type={rope_type!r} is not supported; this architecture uses 'yarn'"
@@ -301,7 +305,10 @@ def _from_nested(cls: type[ModelConfig], source: Mapping[str, Any]) -> ModelConf
     vision = None
     if document.get("vision_config"):
         vision = VisionConfig(
-            **{f.name: _read(document, f, f"vision_config.{f.nested}") for f in layout.VISION_FIELDS}
+            **{
+                f.name: _read(document, f, f"vision_config.{f.nested}")
+                for f in layout.VISION_FIELDS
+            }
         )
     dense, expert = _quantization(document.get("quantization_config"))
     return cls(
@@ -324,7 +331,9 @@ def _from_flat(cls: type[ModelConfig], source: Mapping[str, Any]) -> ModelConfig
     expert = source.get("expert_dtype") or dense
     for key, value in (("dtype", dense), ("expert_dtype", expert)):
         if value not in ("bf16", "fp8", "fp4"):
-            raise ConfigError(f"config key {key}={value!r} is not supported; allowed: bf16, fp8, fp4")
+            raise ConfigError(
+                f"config key {key}={value!r} is not supported; allowed: bf16, fp8, fp4"
+            )
     return cls(
         **values,
         dense_dtype=dense,
@@ -396,7 +405,9 @@ def _check_shapes(config: ModelConfig) -> None:
             f"n_routed_experts={config.n_routed_experts}"
         )
     if config.n_shared_experts != 1:
-        raise ConfigError(f"n_shared_experts={config.n_shared_experts} is not supported; allowed: 1")
+        raise ConfigError(
+            f"n_shared_experts={config.n_shared_experts} is not supported; allowed: 1"
+        )
     if config.scoring_func not in ("sqrtsoftplus", "sigmoid", "softmax"):
         raise ConfigError(
             f"scoring_func={config.scoring_func!r} is not supported; allowed: sqrtsoftplus, "
@@ -431,7 +442,10 @@ def _check_quantised_widths(config: ModelConfig) -> None:
               "heads per group * head_dim": group_width}  # fmt: skip
     checked = dict(widths) if config.dense_dtype != "bf16" else {}
     if config.expert_dtype != "bf16":
-        checked |= {"hidden_size": config.hidden_size, "moe_intermediate_size": config.moe_intermediate_size}
+        checked |= {
+            "hidden_size": config.hidden_size,
+            "moe_intermediate_size": config.moe_intermediate_size,
+        }
     for name, width in checked.items():
         if width % 32:
             raise ConfigError(
@@ -535,7 +549,9 @@ def _to_document(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_nested_extras(config: ModelConfig, document: dict[str, Any]) -> None:
-    if (config.dense_dtype, config.expert_dtype) != _quantization(document.get("quantization_config")):
+    if (config.dense_dtype, config.expert_dtype) != _quantization(
+        document.get("quantization_config")
+    ):
         document.pop("quantization_config", None)
         if config.dense_dtype != "bf16":
             document["quantization_config"] = {

@@ -140,7 +140,11 @@ def _adapter(config: ModelConfig, name: str, spec: LayerSpec) -> Iterator[Tensor
 
 
 def _common(
-    config: ModelConfig, prefix: str, num_experts: int, expert_dtype: WeightDtype, draft: bool = False
+    config: ModelConfig,
+    prefix: str,
+    num_experts: int,
+    expert_dtype: WeightDtype,
+    draft: bool = False,
 ) -> Iterator[TensorSpec]:
     """Norms, hyper-connections, router and experts: the same in backbone and draft layers."""
 

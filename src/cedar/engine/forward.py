@@ -96,9 +96,7 @@ class ForwardPass:
         self._advance(pieces, state, spans, decoded=keep_boundary is None)
         return last
 
-    def rewind(
-        self, state: ModelState, slot: int, start: int, prefix_ids: Sequence[int]
-    ) -> None:
+    def rewind(self, state: ModelState, slot: int, start: int, prefix_ids: Sequence[int]) -> None:
         """Place a sequence with restored global rows before tokens that will run again.
 
         Its windows start empty at `start`; its stored global rows stay as they are.
@@ -112,7 +110,9 @@ class ForwardPass:
         reach = 0 if self.engram is None else self.engram.lookback
         record.history = list(prefix_ids[max(0, start - reach) : start])
 
-    def step(self, ids: Tensor, state: ModelState, slots: Sequence[int], account: Account) -> Boundary:
+    def step(
+        self, ids: Tensor, state: ModelState, slots: Sequence[int], account: Account
+    ) -> Boundary:
         """One token of each slot through every layer; the stream leaving the last layer."""
         starts = tuple(state.slots[slot].encoder_length for slot in slots)
         spans = Spans(tuple(slots), starts, (1,) * len(starts))
@@ -122,7 +122,9 @@ class ForwardPass:
             engram = self._engram_rows(pieces, state, spans)
             boundary = self.net.encode(ids, spans, rows, engram)
             self.net.project_kv(boundary, spans, rows)
-            last = self.net.decode(boundary, [(spans, spans)] * len(self.plan.decoder), rows, engram)
+            last = self.net.decode(
+                boundary, [(spans, spans)] * len(self.plan.decoder), rows, engram
+            )
         account.decode.add(len(starts), len(self.plan))
         self._advance(pieces, state, spans, decoded=True)
         return last

@@ -177,7 +177,9 @@ class LoadedModel:
                     suffix=new[i].shape[0],
                 )  # fmt: skip
                 decoder_rows = min(wanted, state.slots[slot].length + new[i].shape[0])
-                replayed = self._rewind(state, slot, prefix[i], new[i].shape[0], decoder_rows, options)
+                replayed = self._rewind(
+                    state, slot, prefix[i], new[i].shape[0], decoder_rows, options
+                )
             pending[slot] = torch.cat((replayed, new[i]))
         last: dict[int, Boundary] = {}
         share = max(1, options.chunk_rows // len(slots))
@@ -208,7 +210,9 @@ class LoadedModel:
         Returns: float32 `[B, V]`, logits after that token.
         """
         rows = self._ids(ids.unsqueeze(-1) if ids.dim() == 1 else ids)
-        return self.step_slots(torch.cat(rows), state, range(len(state.slots)), account or Account())
+        return self.step_slots(
+            torch.cat(rows), state, range(len(state.slots)), account or Account()
+        )
 
     @torch.inference_mode()
     def step_slots(
@@ -216,7 +220,9 @@ class LoadedModel:
     ) -> Tensor:
         """`step` for some slots of a state; `ids [n]`, one per slot."""
         if ids.shape != (len(slots),):
-            raise UsageError(f"step needs one token per sequence, {len(slots)}, got {list(ids.shape)}")
+            raise UsageError(
+                f"step needs one token per sequence, {len(slots)}, got {list(ids.shape)}"
+            )
         for slot in slots:
             if state.slots[slot].encoder_length < state.slots[slot].length:
                 raise UsageError(

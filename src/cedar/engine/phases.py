@@ -69,7 +69,9 @@ def replay_rows(plan: LayerPlan, mode: DecoderPrefill, replay_windows: int) -> l
     tail = replay_windows * window
     if mode == "exact":
         steps = [
-            LayerRows(window + (layers - 1 - j) * (window - 1), window + (layers - 2 - j) * (window - 1))
+            LayerRows(
+                window + (layers - 1 - j) * (window - 1), window + (layers - 2 - j) * (window - 1)
+            )
             for j in range(layers)
         ]
     else:

@@ -24,9 +24,7 @@ class PrefixReuse:
         root: fingerprint of everything rows depend on besides tokens.
     """
 
-    def __init__(
-        self, plan: LayerPlan, config: EngineConfig, pool: BlockPool, root: bytes
-    ) -> None:
+    def __init__(self, plan: LayerPlan, config: EngineConfig, pool: BlockPool, root: bytes) -> None:
         self._plan, self._config, self._pool, self._root = plan, config, pool, root
 
     def adopt(self, request: Request) -> list[int]:
@@ -61,7 +59,9 @@ class PrefixReuse:
         full = request.length // size
         ids = request.token_ids
         while len(request.keys) < full:
-            parent = request.keys[-1] if request.keys else chain_start(self._root, request.cache_salt)
+            parent = (
+                request.keys[-1] if request.keys else chain_start(self._root, request.cache_salt)
+            )
             start = len(request.keys) * size
             request.keys.append(next_key(parent, ids[start : start + size]))
         for number in range(request.published, full):

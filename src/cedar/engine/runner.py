@@ -88,9 +88,7 @@ class Runner:
         if not ending:
             return []
         if last is None:
-            last = forward.replay(
-                self.state, [slots[i] for i in ending], self._steps, self.account
-            )
+            last = forward.replay(self.state, [slots[i] for i in ending], self._steps, self.account)
         else:
             last = last.rows(torch.tensor(ending))
         requests = [chunks[i].request for i in ending]
@@ -124,5 +122,3 @@ class Runner:
 def _slot(request: Request) -> int:
     assert request.slot is not None
     return request.slot
-
-

@@ -91,10 +91,14 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         probabilities = torch.softmax(ordered, -1)
         # A token stays while the mass before it is below top_p.
         outside = probabilities.cumsum(-1) - probabilities >= params.top_p
-        logits = logits.masked_fill(torch.zeros_like(outside).scatter(0, order, outside), float("-inf"))
+        logits = logits.masked_fill(
+            torch.zeros_like(outside).scatter(0, order, outside), float("-inf")
+        )
     if params.min_p > 0.0:
         probabilities = torch.softmax(logits, -1)
-        logits = logits.masked_fill(probabilities < params.min_p * probabilities.max(), float("-inf"))
+        logits = logits.masked_fill(
+            probabilities < params.min_p * probabilities.max(), float("-inf")
+        )
     return logits
 
 

@@ -96,4 +96,6 @@ def _real(name: str, value: object, low: float, high: float, open_low: bool = Fa
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not ok or not low <= float(value) <= high or (open_low and value == low):  # type: ignore[arg-type]
         bracket = "(" if open_low else "["
-        raise RequestError(f"{name}={value!r}; allowed are numbers in {bracket}{low}, {high}]", param=name)
+        raise RequestError(
+            f"{name}={value!r}; allowed are numbers in {bracket}{low}, {high}]", param=name
+        )

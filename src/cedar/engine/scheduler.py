@@ -140,7 +140,9 @@ class Scheduler:
 
     def _make_room(self, request: Request, preempted: list[Request]) -> bool:
         """Ensure a block for the next token, preempting the youngest; False if that was itself."""
-        while request not in preempted and self._blocks(request.length + 1) > len(request.block_ids):
+        while request not in preempted and self._blocks(request.length + 1) > len(
+            request.block_ids
+        ):
             block = self._pool.allocate(1)
             if block is not None:
                 request.block_ids += block

@@ -46,7 +46,10 @@ class CheckpointReader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stack.close()
 
@@ -80,7 +83,9 @@ def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], config: Mapping[
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write a JSON file atomically."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.write_text(
+        json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     os.replace(temporary, path)
 
 

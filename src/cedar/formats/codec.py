@@ -133,7 +133,9 @@ def quantise_index(x: Tensor) -> Quantised:
     amax = groups.abs().amax(-1).clamp(min=INDEX_AMAX_FLOOR)
     scales = _pow2_scale(amax, 1 / E2M1_MAX)
     scaled = groups / e8m0_decode(scales).unsqueeze(-1)
-    return Quantised(pack_nibbles(e2m1_encode(scaled.clamp(-E2M1_MAX, E2M1_MAX)).flatten(-2)), scales)
+    return Quantised(
+        pack_nibbles(e2m1_encode(scaled.clamp(-E2M1_MAX, E2M1_MAX)).flatten(-2)), scales
+    )
 
 
 def quantise_main(x: Tensor) -> Quantised:
@@ -142,7 +144,9 @@ def quantise_main(x: Tensor) -> Quantised:
     amax = groups.abs().amax(-1).clamp(min=MAIN_AMAX_FLOOR)
     scales = e4m3_encode(amax / E2M1_MAX)
     scaled = groups / e4m3_decode(scales).unsqueeze(-1)
-    return Quantised(pack_nibbles(e2m1_encode(scaled.clamp(-E2M1_MAX, E2M1_MAX)).flatten(-2)), scales)
+    return Quantised(
+        pack_nibbles(e2m1_encode(scaled.clamp(-E2M1_MAX, E2M1_MAX)).flatten(-2)), scales
+    )
 
 
 def dequantise_index(q: Quantised) -> Tensor:

@@ -19,7 +19,7 @@ from cedar.errors import CheckpointError
 
 _MAX_HEADER_BYTES = 1 << 30
 #: Bytes of one stored value, by safetensors dtype tag; tags of other models are not checked.
-_TAG_BYTES: dict[str, int] = {**TAG_BYTES, "F16": 2, "U8": 1, "I32": 4, "I64": 8}
+_TAG_BYTES: dict[str, int] = {"F16": 2, "U8": 1, "I32": 4, "I64": 8} | dict(TAG_BYTES.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,9 @@ def read_headers(path: Path, *, headers_only: bool = False) -> dict[str, TensorH
         file = path / shard
         if not file.is_file():
             example = next(name for name, where in weight_map.items() if where == shard)
-            raise CheckpointError(f"{index_file.name} names {shard} (for {example}), which is absent")
+            raise CheckpointError(
+                f"{index_file.name} names {shard} (for {example}), which is absent"
+            )
         for name, header in read_file_headers(file, headers_only=headers_only).items():
             if weight_map.get(name) != shard:
                 said = weight_map.get(name)
@@ -81,7 +83,9 @@ def _weight_map(index_file: Path) -> dict[str, str]:
         raise CheckpointError(f"{index_file}: weight_map must be an object")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or "/" in shard or "\\" in shard or shard.startswith("."):
-            raise CheckpointError(f"{index_file}: weight_map[{name!r}]={shard!r} is not a file name")
+            raise CheckpointError(
+                f"{index_file}: weight_map[{name!r}]={shard!r} is not a file name"
+            )
     return weight_map
 
 
@@ -96,7 +100,9 @@ def read_file_headers(file: Path, *, headers_only: bool = False) -> dict[str, Te
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{file.name} is not a safetensors file (header of {length} bytes)")
+            raise CheckpointError(
+                f"{file.name} is not a safetensors file (header of {length} bytes)"
+            )
         raw = stream.read(length)
     try:
         document: dict[str, Any] = json.loads(raw)

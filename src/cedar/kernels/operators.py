@@ -235,7 +235,13 @@ class Operators(Protocol):
         ...
 
     def moe(
-        self, x: Tensor, routing: Routing, experts: Sequence[Expert], shared: Expert, *, limit: float
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: Sequence[Expert],
+        shared: Expert,
+        *,
+        limit: float,
     ) -> Tensor:
         """Routed experts in ascending id plus the shared expert, float32 sum, `[N, D] -> [N, D]`."""
         ...

@@ -35,7 +35,9 @@ def sparse_attention(
             values, mask = torch.cat((near, far), 1), torch.cat((near_mask, far_mask), 1)
         other = None if q_selected is None else q_selected[rows]
         split = near.shape[1]
-        near_out, far_out = attend(q[rows], values, mask, sink, scale=scale, split=split, other=other)
+        near_out, far_out = attend(
+            q[rows], values, mask, sink, scale=scale, split=split, other=other
+        )
         out[rows] = near_out
         if out_selected is not None and far_out is not None:
             out_selected[rows] = far_out

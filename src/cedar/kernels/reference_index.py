@@ -7,6 +7,8 @@ thread count can change a selection.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -48,7 +50,7 @@ def index_pool(
 
 def _score_tiles(
     queries: Tensor, head_weights: Tensor, keys: PagedRows, sequences: Tensor, visible: Tensor
-):  # type: ignore[no-untyped-def]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (row ids, float32 scores `[rows, keys]`) with invisible keys at -inf."""
     for sequence in sequences.unique().tolist():
         of_sequence = torch.where(sequences == sequence)[0]
@@ -58,7 +60,9 @@ def _score_tiles(
         key_values = decode_rows(keys.rows[row_numbers(keys, sequence, most)], keys.fmt)
         tile = max(1, _TILE_VALUES // (queries.shape[1] * most))
         for rows in of_sequence.split(tile):
-            scores = index_scores(decode_rows(queries[rows], keys.fmt), head_weights[rows], key_values)
+            scores = index_scores(
+                decode_rows(queries[rows], keys.fmt), head_weights[rows], key_values
+            )
             unseen = torch.arange(most) >= visible[rows].unsqueeze(1)
             yield rows, scores.masked_fill_(unseen, float("-inf"))
 
@@ -96,7 +100,9 @@ def topk_mask(scores: Tensor, topk: int) -> Tensor:
 
 def block_mask(scores: Tensor, visible: Tensor, num_blocks: int, block_size: int) -> Tensor:
     """Bool `[N, blocks]`: candidate blocks to keep (specification 4.8)."""
-    padded = torch.nn.functional.pad(scores, (0, -scores.shape[1] % block_size), value=float("-inf"))
+    padded = torch.nn.functional.pad(
+        scores, (0, -scores.shape[1] % block_size), value=float("-inf")
+    )
     best = padded.unflatten(1, (-1, block_size)).amax(-1)
     newest = (visible.long() - 1).div(block_size, rounding_mode="floor")
     pinned = torch.arange(best.shape[1]) == newest.unsqueeze(1)

@@ -135,7 +135,9 @@ class CausalLM(nn.Module):
             block = self.block(layer_id)
             if block.engram is not None:
                 if engram_rows is None:
-                    raise ValueError(f"layer {layer_id} has an Engram but no n-gram rows were given")
+                    raise ValueError(
+                        f"layer {layer_id} has an Engram but no n-gram rows were given"
+                    )
                 stream = block.engram(stream, engram_rows)
             stream, pre = block(stream, pre, spans, queries, rows, tables)
         return Boundary(stream, pre)

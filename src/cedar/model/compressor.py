@@ -6,6 +6,8 @@ boundary. Formulas: specification 4.6.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from cedar.config.layer_plan import LayerSpec
@@ -50,7 +52,7 @@ class Compressor(nn.Module):
 
 def append_rows(
     u: Tensor, spans: Spans, rows: Rows, tables: RotaryTables, *, spec: LayerSpec,
-    compressor: Compressor, index_key: nn.Module, ops: Operators,
+    compressor: Compressor, index_key: Callable[[Tensor], Tensor], ops: Operators,
 ) -> None:  # fmt: skip
     """Compress the rows of `spans` and store what closed: main row and index key.
 

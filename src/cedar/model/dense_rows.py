@@ -12,7 +12,13 @@ from torch import Tensor
 from cedar.config.layer_plan import LayerPlan, LayerSpec
 from cedar.formats.codec import fake_quantise
 from cedar.formats.rows import RowKind
-from cedar.kernels.reference_index import block_mask, index_scores, pool_mask, positions_of, topk_mask
+from cedar.kernels.reference_index import (
+    block_mask,
+    index_scores,
+    pool_mask,
+    positions_of,
+    topk_mask,
+)
 from cedar.model.kv import Groups
 from cedar.model.spans import Spans
 

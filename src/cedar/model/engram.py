@@ -41,7 +41,11 @@ class Engram(nn.Module):
     def __init__(self, config: ModelConfig, spec: LayerSpec, ops: Operators) -> None:
         super().__init__()
         assert config.engram_head_dim and config.engram_n_heads and config.engram_max_ngram_size
-        self._copies, self._width, self._eps = config.hc_mult, config.hidden_size, config.rms_norm_eps
+        self._copies, self._width, self._eps = (
+            config.hc_mult,
+            config.hidden_size,
+            config.rms_norm_eps,
+        )
         self.slot = config.engram_layer_ids.index(spec.layer_id)
         columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads
         self.embed = EngramTable(config.engram_num_embeddings[self.slot], config.engram_head_dim)

@@ -5,6 +5,8 @@ Module names follow the released checkpoint: `gate`, `experts.{e}`, `shared_expe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +55,11 @@ class MoE(nn.Module):
         )
         self.shared_experts = SwiGLU(width, inner, config.dense_dtype, ops)
 
+    def _experts(self) -> Iterator[SwiGLU]:
+        for expert in self.experts:
+            assert isinstance(expert, SwiGLU)
+            yield expert
+
     def route(self, x: Tensor) -> Routing:
         """Experts and weights of each row of `x [N, D]`."""
         config = self._config
@@ -67,7 +74,7 @@ class MoE(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        experts = [expert.packed for expert in self.experts]
+        experts = [expert.packed for expert in self._experts()]
         shared = self.shared_experts.packed
         limit = self._config.swiglu_limit
         return self._ops.moe(x, self.route(x), experts, shared, limit=limit)

@@ -53,7 +53,9 @@ class Spans:
         """Absolute position of every row, int64 `[N]`."""
         if all(count == 1 for count in self.counts):
             return torch.tensor(self.starts)
-        return torch.cat([torch.arange(s, s + c) for s, c in zip(self.starts, self.counts, strict=True)])
+        return torch.cat(
+            [torch.arange(s, s + c) for s, c in zip(self.starts, self.counts, strict=True)]
+        )
 
     @cached_property
     def row_sequences(self) -> Tensor:

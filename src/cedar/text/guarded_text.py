@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial, wraps
 from typing import Any, SupportsIndex
 
 from cedar.errors import CheckpointError
@@ -81,6 +81,19 @@ class TextVault:
         return self._texts[int(digits.translate(_FROM_DIGITS))]
 
 
+def on_real_text(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a Jinja filter that reads the real text of guarded arguments and guards its result."""
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        for guarded in arguments:
+            if isinstance(guarded, GuardedText):
+                return guarded.apply(function, *arguments, **named)
+        return function(*arguments, **named)
+
+    return call
+
+
 # What templates call on strings. Other methods see the placeholder, which they leave whole.
 _METHODS = frozenset({
     "capitalize", "count", "endswith", "find", "index", "isalnum", "isalpha", "isdigit", "islower",
@@ -144,11 +157,15 @@ class GuardedText(str):
     def __getitem__(self, key: SupportsIndex | slice) -> str:
         return str(self._call("__getitem__", key))
 
-    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+    def apply(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Calls ``function`` with real strings and returns its result guarded."""
         real = [
             tuple(map(self._vault.reveal, argument))
             if isinstance(argument, tuple)
             else self._vault.reveal(argument)
             for argument in arguments
         ]
-        return self._vault.guard(getattr(self._original, method)(*real, **named))
+        return self._vault.guard(function(*real, **named))
+
+    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return self.apply(getattr(self._original, method), *arguments, **named)

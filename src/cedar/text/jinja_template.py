@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cedar.errors import CheckpointError, RequestError, UsageError
-from cedar.text.guarded_text import TextVault
+from cedar.text.guarded_text import TextVault, on_real_text
 from cedar.text.messages import (
     Message,
     check_json,
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _MAX_REASON = 500  # characters of a template's refusal, which may quote a whole message
 _VAULT = "_text_vault"  # where the tojson filter finds the strings of this rendering
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", _VAULT})
+# Filters that join text with something before they cut it; the others call methods of their text.
+_TEXT_FILTERS = ("center", "indent", "title", "truncate", "wordcount", "wordwrap", "escape", "e")
 _RENDER_ERRORS = (
     ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
@@ -172,6 +174,8 @@ def _compile(source: str, origin: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
+    for name in _TEXT_FILTERS:
+        environment.filters[name] = on_real_text(environment.filters[name])
     environment.filters["tojson"] = pass_context(_tojson)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

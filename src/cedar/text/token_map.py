@@ -68,7 +68,7 @@ def token_map(
             f"layers need the text of every id; this is not the tokenizer of the model"
         )
     texts = [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
-    raws = [tokenizer.id_to_token(i) for i in ids]
+    raws = [tokenizer.id_to_token(i) or "" for i in ids]
     compressed = compress_ids(texts, raws)
     size = int(compressed.max()) + 1
     if size != expected_size:
