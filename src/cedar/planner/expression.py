@@ -85,33 +85,39 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[_Exact, _Exact], _Exact]] = {
 }
 
 
+_Run = Callable[[Mapping[str, Number]], _Exact]
+
+
 @lru_cache(maxsize=4096)
-def _parse(formula: str) -> tuple[ast.expr, tuple[str, ...]]:
-    """Syntax tree and the names used, in order of appearance."""
-    tree = ast.parse(formula, mode="eval").body
+def _compiled(formula: str) -> tuple[_Run, tuple[str, ...]]:
+    """The formula as a function of its names' values, and those names in order of appearance."""
     names: dict[str, None] = {}
-    _collect(tree, formula, names)
-    return tree, tuple(names)
+    return _build(ast.parse(formula, mode="eval").body, formula, names), tuple(names)
 
 
-def _collect(node: ast.expr, formula: str, names: dict[str, None]) -> None:
-    if isinstance(node, ast.Name | ast.Attribute):
-        names[_dotted(node, formula)] = None
-    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        _collect(node.left, formula, names)
-        _collect(node.right, formula, names)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        _collect(node.operand, formula, names)
-    elif (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in _FUNCTIONS
-        and not node.keywords
-    ):
-        for argument in node.args:
-            _collect(argument, formula, names)
-    elif not (isinstance(node, ast.Constant) and type(node.value) in (int, float)):
-        raise ValueError(f"{ast.unparse(node)!r} is not allowed in the formula {formula!r}")
+def _build(node: ast.expr, formula: str, names: dict[str, None]) -> _Run:
+    """One closure per node: formulas are evaluated far more often than they are parsed."""
+    match node:
+        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
+            return lambda values: number
+        case ast.Name() | ast.Attribute():
+            name = _dotted(node, formula)
+            names[name] = None
+            return lambda values: values[name]
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            apply = _OPERATORS[type(op)]
+            first, second = _build(left, formula, names), _build(right, formula, names)
+            return lambda values: apply(first(values), second(values))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            inner = _build(operand, formula, names)
+            return lambda values: -inner(values)
+        case ast.Call(func=ast.Name(id=called), args=arguments, keywords=[]) if (
+            called in _FUNCTIONS
+        ):
+            function = _FUNCTIONS[called]
+            parts = [_build(argument, formula, names) for argument in arguments]
+            return lambda values: function(*(part(values) for part in parts))
+    raise ValueError(f"{ast.unparse(node)!r} is not allowed in the formula {formula!r}")
 
 
 def _dotted(node: ast.expr, formula: str) -> str:
@@ -129,7 +135,7 @@ def names_in(formula: str) -> tuple[str, ...]:
         ValueError: the formula uses something outside the language.
         SyntaxError: it is no expression.
     """
-    return _parse(formula)[1]
+    return _compiled(formula)[1]
 
 
 def evaluate(formula: str, values: Mapping[str, Number]) -> Number:
@@ -138,23 +144,7 @@ def evaluate(formula: str, values: Mapping[str, Number]) -> Number:
     Raises:
         KeyError: a name has no value.
     """
-    result = _evaluate(_parse(formula)[0], formula, values)
+    result = _compiled(formula)[0](values)
     if isinstance(result, Fraction):
         return result.numerator if result.denominator == 1 else float(result)
     return result
-
-
-def _evaluate(node: ast.expr, formula: str, values: Mapping[str, Number]) -> _Exact:
-    match node:
-        case ast.Constant(value=int() | float() as number):
-            return number
-        case ast.BinOp(left=left, op=op, right=right):
-            return _OPERATORS[type(op)](
-                _evaluate(left, formula, values), _evaluate(right, formula, values)
-            )
-        case ast.UnaryOp(operand=operand):
-            return -_evaluate(operand, formula, values)
-        case ast.Call(func=ast.Name(id=name), args=arguments):
-            return _FUNCTIONS[name](*(_evaluate(a, formula, values) for a in arguments))
-        case _:
-            return values[_dotted(node, formula)]

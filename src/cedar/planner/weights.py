@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal, get_args
 
-from cedar.config.layer_plan import Side
+from cedar.config.layer_plan import LayerSpec, Side
 from cedar.config.model_config import ModelConfig
 from cedar.config.weight_schema import Part, TensorSpec, layer_schema, weight_schema
 from cedar.errors import UsageError
@@ -100,10 +100,12 @@ class Tally:
     split_bytes: Counter[Part] = field(default_factory=Counter)
     #: parameters multiplied, by product and by the number of tokens that share one multiplication
     products: Counter[tuple[Product, int]] = field(default_factory=Counter)
+    tensors: int = 0
 
     def add(self, tensor: TensorSpec, tokens: int) -> None:
         """Count one tensor, multiplied once for every `tokens` tokens."""
         nbytes = tensor.nbytes
+        self.tensors += 1
         self.parameters[tensor.part] += tensor.parameters
         self.nbytes[tensor.part] += nbytes
         if is_split(tensor):
@@ -118,6 +120,7 @@ class Tally:
             self.nbytes + other.nbytes,
             self.split_bytes + other.split_bytes,
             self.products + other.products,
+            self.tensors + other.tensors,
         )
 
     def macs(self, product: Product, config: ModelConfig) -> Fraction:
@@ -143,7 +146,6 @@ class ModelWeights:
             its layer's side.
         projection: the compressor and index-key weights of the decoder's full layers.
         first_decoder: activated parameters of the first decoder layer, and its projection's share.
-        tensors: number of tensors.
         engram_buffers: bytes of each Engram tensor, the buffers a pinned allocator rounds.
     """
 
@@ -151,13 +153,7 @@ class ModelWeights:
     sides: dict[Side, Tally]
     projection: Tally
     first_decoder: tuple[int, int]
-    tensors: int
     engram_buffers: tuple[int, ...]
-
-
-def _layer_of(name: str) -> int | None:
-    prefix, _, rest = name.partition(".")
-    return int(rest.partition(".")[0]) if prefix == "layers" else None
 
 
 def _product(tensor: TensorSpec) -> Product | None:
@@ -195,40 +191,60 @@ def activated(parameters: Counter[Part], config: ModelConfig) -> int:
 
 
 def weigh(config: ModelConfig) -> ModelWeights:
-    """Sum the tensors of a config's schema."""
-    plan = config.plan
-    rest, projection = Tally(), Tally()
+    """Sum the tensors of a config's schema; layers of one kind are counted once and added up."""
+    kinds: dict[tuple[object, ...], tuple[Tally, Tally]] = {}
     sides: dict[Side, Tally] = {"encoder": Tally(), "decoder": Tally()}
-    first, first_projection = Tally(), Tally()
-    count = 0
-    engram_buffers: list[int] = []
-    for tensor in weight_schema(config):
-        count += 1
-        if tensor.part == "engram_tables":
-            engram_buffers.append(tensor.nbytes)
-        layer_id = _layer_of(tensor.name)
-        if layer_id is None:
-            rest.add(tensor, 1)
-            continue
-        spec = plan[layer_id]
-        tallies = [sides[spec.side]]
-        projects = spec.side == "decoder" and _is_projection(tensor)
-        if projects:
-            tallies.append(projection)
-        if layer_id == plan.num_encoder_layers:
-            tallies += [first, first_projection] if projects else [first]
-        # One index key is made per compressed row, every other product once per token.
-        tokens = spec.compress_ratio if tensor.name.endswith(".indexer.wk.weight") else 1
-        for tally in tallies:
-            tally.add(tensor, tokens)
+    projection = Tally()
+    first_decoder = (0, 0)
+    for spec in config.plan.layers:
+        kind = (spec.role, spec.compress_ratio, spec.kv_adapter, spec.has_engram and spec.layer_id)
+        if kind not in kinds:
+            kinds[kind] = _weigh_layer(config, spec)
+        whole, projected = kinds[kind]
+        sides[spec.side] += whole
+        if spec.side == "decoder":
+            projection += projected
+        if spec.layer_id == config.plan.num_encoder_layers:
+            first_decoder = (
+                activated(whole.parameters, config),
+                sum(projected.parameters.values()),
+            )
     return ModelWeights(
-        total=sides["encoder"] + sides["decoder"] + rest,
+        total=sides["encoder"] + sides["decoder"] + _weigh_rest(config),
         sides=sides,
         projection=projection,
-        first_decoder=(
-            activated(first.parameters, config),
-            sum(first_projection.parameters.values()),
+        first_decoder=first_decoder,
+        engram_buffers=tuple(
+            tensor.nbytes
+            for spec in config.plan.layers
+            if spec.has_engram
+            for tensor in layer_schema(config, spec)
+            if tensor.part == "engram_tables"
         ),
-        tensors=count,
-        engram_buffers=tuple(engram_buffers),
     )
+
+
+def _weigh_layer(config: ModelConfig, spec: LayerSpec) -> tuple[Tally, Tally]:
+    """One layer, and its compressor and index key alone."""
+    whole, projected = Tally(), Tally()
+    for tensor in layer_schema(config, spec):
+        # One index key is made per compressed row, every other product once per token.
+        tokens = spec.compress_ratio if tensor.name.endswith(".indexer.wk.weight") else 1
+        whole.add(tensor, tokens)
+        if _is_projection(tensor):
+            projected.add(tensor, tokens)
+    return whole, projected
+
+
+def _weigh_rest(config: ModelConfig) -> Tally:
+    """Everything outside the backbone's layers: the schema of the model cut to one plain layer."""
+    cut = replace(
+        config, num_hidden_layers=1, compress_ratios=(0,) * (1 + config.num_nextn_predict_layers),
+        kv_source_layer_ids=(), index_source_layer_ids=(), candidate_source_layer_id=-1,
+        engram_layer_ids=(), engram_num_embeddings=(), num_encoder_layers=1,
+    )  # fmt: skip
+    rest = Tally()
+    for tensor in weight_schema(cut):
+        if not tensor.name.startswith("layers."):
+            rest.add(tensor, 1)
+    return rest
