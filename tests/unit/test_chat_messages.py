@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cedar.errors import RequestError
@@ -137,6 +137,7 @@ keys = st.sampled_from(
 roles = st.sampled_from(["user", "assistant", "tool", "system"])
 
 
+@settings(max_examples=40)
 @given(
     messages=st.lists(
         st.dictionaries(keys, json_values | roles | st.lists(st.just(CALL))) | json_values

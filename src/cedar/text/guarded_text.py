@@ -38,7 +38,7 @@ class TextVault:
         if isinstance(value, GuardedText):
             return value
         if isinstance(value, str):
-            self._texts.append(value)
+            self._texts.append(str.__str__(value))  # without a subclass like Markup
             number = str(len(self._texts) - 1).translate(_TO_DIGITS)
             return GuardedText(f"{_OPEN}{self._nonce}{number}{_CLOSE}", value, self)
         if isinstance(value, Mapping):
@@ -82,13 +82,13 @@ class TextVault:
 
 
 def on_real_text(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a Jinja filter that reads the real text of guarded arguments and guards its result."""
+    """Returns a filter that reads the real text of guarded arguments and guards its result."""
 
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         for guarded in arguments:
             if isinstance(guarded, GuardedText):
-                return guarded.apply(function, *arguments, **named)
+                return guarded._apply(function, *arguments, **named)
         return function(*arguments, **named)
 
     return call
@@ -157,7 +157,7 @@ class GuardedText(str):
     def __getitem__(self, key: SupportsIndex | slice) -> str:
         return str(self._call("__getitem__", key))
 
-    def apply(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def _apply(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Calls ``function`` with real strings and returns its result guarded."""
         real = [
             tuple(map(self._vault.reveal, argument))
@@ -168,4 +168,4 @@ class GuardedText(str):
         return self._vault.guard(function(*real, **named))
 
     def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        return self.apply(getattr(self._original, method), *arguments, **named)
+        return self._apply(getattr(self._original, method), *arguments, **named)

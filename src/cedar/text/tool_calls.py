@@ -95,7 +95,7 @@ class ToolCallParser:
         self._new_id = new_id
         self._held = ""
         self._block: _BlockReader | None = None
-        self._block_start = 0  # just behind the opening tag, in _held
+        self._opening = ""  # the block's opening tag, with the blank line before it
         self._num_calls = 0
 
     def push(self, text: str) -> list[Event]:
@@ -107,33 +107,30 @@ class ToolCallParser:
         return self._advance("", is_end=True)
 
     def _advance(self, text: str, is_end: bool) -> list[Event]:
-        self._held += text
         events: list[Event] = []
-        new = text
         while True:
             if self._block is None:
+                self._held += text
                 if not self._open_block(events, is_end):
                     return events
-                new = self._held[self._block_start :]
+                text, self._held = self._held, ""
             reader = self._block
             assert reader is not None
             try:
-                is_closed = reader.feed(new)
+                is_closed = reader.feed(text)
                 if not is_closed and is_end:
                     raise _MalformedError
             except _MalformedError:
                 # The text behind the opening tag may hold another block, so it is searched again.
-                self._emit(events, self._held[: self._block_start])
-                self._held = self._held[self._block_start :]
-                self._block = None
+                self._emit(events, self._opening)
+                text, self._block = reader.everything(), None
                 continue
             if not is_closed:
                 return events
             for name, arguments in reader.calls:
                 events.append(ToolCallDelta(self._num_calls, self._new_id(), name, arguments))
                 self._num_calls += 1
-            self._held = reader.rest()
-            self._block = None
+            text, self._block = reader.rest(), None
 
     def _open_block(self, events: list[Event], is_end: bool) -> bool:
         """Releases the content in front of the next block; returns whether there is one."""
@@ -143,11 +140,11 @@ class ToolCallParser:
             self._emit(events, self._held[: len(self._held) - keep])
             self._held = self._held[len(self._held) - keep :]
             return False
+        end = start + len(CALLS_OPEN)
         if self._held[:start].endswith("\n\n"):
             start -= 2
         self._emit(events, self._held[:start])
-        self._held = self._held[start:]
-        self._block_start = self._held.index(CALLS_OPEN) + len(CALLS_OPEN)
+        self._opening, self._held = self._held[start:end], self._held[end:]
         self._block = _BlockReader()
         return True
 
@@ -171,6 +168,7 @@ class _BlockReader:
 
     calls: list[tuple[str, str]] = field(default_factory=list)
     _text: str = ""
+    _waiting: list[str] = field(default_factory=list)  # pieces to be added to _text
     _at: int = 0  # everything before it has been read
     _searched: int = 0  # no closing tag begins before it
     _name: str | None = None  # of the call being read
@@ -183,7 +181,11 @@ class _BlockReader:
         Raises:
             _MalformedError: the grammar is broken.
         """
-        self._text += text
+        self._waiting.append(text)
+        if self._parameter is not None and ">" not in text:
+            return False  # a value ends with a tag; joining at each piece would be quadratic
+        self._text = self.everything()
+        self._waiting.clear()
         while True:
             if self._parameter is not None:
                 is_read = self._read_value()
@@ -197,6 +199,10 @@ class _BlockReader:
                 is_read = self._read_call() if self._name is None else self._read_body()
             if not is_read:
                 return False
+
+    def everything(self) -> str:
+        """Returns all text taken so far."""
+        return "".join((self._text, *self._waiting))
 
     def rest(self) -> str:
         """Returns the text behind the closing tag."""
