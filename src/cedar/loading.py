@@ -120,6 +120,14 @@ def from_config(
     return LoadedModel(net, index_key_rule=index_key_rule)
 
 
+def reload_as(model: LoadedModel, config: ModelConfig) -> LoadedModel:
+    """The same weights, shared and not copied, under another plan that needs no other tensors."""
+    net = build_net(config, model.ops, model.net.dtype)
+    weights = dict(model.net.named_parameters())
+    assign(net, {name: weights[name].detach() for name, _ in net.named_parameters()})
+    return LoadedModel(net, engram=model.forward.engram, index_key_rule=model.index_key_rule)
+
+
 def build_net(config: ModelConfig, ops: Operators, dtype: torch.dtype) -> CausalLM:
     """The backbone without weights (no memory is allocated for them)."""
     with torch.device("meta"):

@@ -14,7 +14,9 @@ from cedar.errors import CedarError
 _VERBS = {
     "generate": "cedar.cli.generate",
     "inspect": "cedar.cli.inspect_model",
+    "compare": "cedar.cli.compare",
     "plan": "cedar.cli.plan",
+    "page": "cedar.cli.page",
     "train": "cedar.cli.train",
     "cache": "cedar.cli.cache",
 }

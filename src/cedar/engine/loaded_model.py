@@ -6,7 +6,7 @@ themselves are in `forward.py`. Knows nothing of requests, text or sampling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,10 @@ class PrefillOptions:
     encoder_replay: EncoderReplay = "bounded"
     encoder_replay_windows: int = 1
     chunk_rows: int = PREFILL_CHUNK_ROWS
+
+
+def _quiet(done: int) -> None:
+    """Progress that nobody asked for."""
 
 
 class LoadedModel:
@@ -123,6 +127,7 @@ class LoadedModel:
         encoder_replay_windows: int = 1,
         chunk_rows: int = PREFILL_CHUNK_ROWS,
         account: Account | None = None,
+        progress: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Read tokens of every sequence of `state`, going on where it stands.
 
@@ -134,6 +139,7 @@ class LoadedModel:
             encoder_replay, encoder_replay_windows: how a restored prefix's windows are rebuilt.
             chunk_rows: rows per chunk, all sequences together.
             account: receives tokens, layers and seconds of each phase.
+            progress: called after each chunk with the tokens read so far, of the longest sequence.
         Returns: float32 `[B, V]`, logits of each sequence's last position.
 
         Raises:
@@ -150,20 +156,18 @@ class LoadedModel:
             chunk_rows=chunk_rows,
         )
         prefix = None if prefix_ids is None else self._ids(prefix_ids)
-        slots = range(len(state.slots))
-        return self.prefill_slots(
-            self._ids(ids), state, slots, options, account or Account(), prefix=prefix
-        )
+        new, account = self._ids(ids), account or Account()
+        return self._prefill(new, state, options, account, prefix, progress or _quiet)
 
     @torch.inference_mode()
-    def prefill_slots(
-        self, new: Sequence[Tensor], state: ModelState, slots: Sequence[int],
-        options: PrefillOptions, account: Account, *, prefix: Sequence[Tensor] | None = None,
+    def _prefill(
+        self, new: Sequence[Tensor], state: ModelState, options: PrefillOptions, account: Account,
+        prefix: Sequence[Tensor] | None, progress: Callable[[int], None],
     ) -> Tensor:  # fmt: skip
-        """`prefill` for some slots of a state; `new` and `prefix` hold one 1-D tensor per slot."""
         check_decoder_prefill(self.plan, options.decoder_prefill, options.replay_windows)
         if options.chunk_rows < 1:
             raise UsageError(f"chunk_rows={options.chunk_rows} must be at least 1")
+        slots = range(len(state.slots))
         self._check_prefill(new, state, slots, prefix)
         steps = replay_rows(self.plan, options.decoder_prefill, options.replay_windows)
         keep = None if options.decoder_prefill == "full" else steps[0].write
@@ -192,6 +196,7 @@ class LoadedModel:
                 pending[slot] = pending[slot][share:]
                 if out is not None:
                     last[slot] = out.rows(torch.tensor([row]))
+            progress(max(slot.encoder_length for slot in state.slots))
         if keep is not None:
             return self.net.logits(self.forward.replay(state, slots, steps, account))
         return self.net.logits(
@@ -209,17 +214,9 @@ class LoadedModel:
             ids: int64 `[B]`, the token each sequence goes on with.
         Returns: float32 `[B, V]`, logits after that token.
         """
+        slots = range(len(state.slots))
         rows = self._ids(ids.unsqueeze(-1) if ids.dim() == 1 else ids)
-        return self.step_slots(
-            torch.cat(rows), state, range(len(state.slots)), account or Account()
-        )
-
-    @torch.inference_mode()
-    def step_slots(
-        self, ids: Tensor, state: ModelState, slots: Sequence[int], account: Account
-    ) -> Tensor:
-        """`step` for some slots of a state; `ids [n]`, one per slot."""
-        if ids.shape != (len(slots),):
+        if len(rows) != len(slots) or any(row.shape != (1,) for row in rows):
             raise UsageError(
                 f"step needs one token per sequence, {len(slots)}, got {list(ids.shape)}"
             )
@@ -230,7 +227,8 @@ class LoadedModel:
                     f"prefix_ids before step"
                 )
             state.check_room(slot, 1)
-        return self.net.logits(self.forward.step(ids, state, slots, account))
+        account = account or Account()
+        return self.net.logits(self.forward.step(torch.cat(rows), state, slots, account))
 
     def _ids(self, ids: TokenIds) -> list[Tensor]:
         """One int64 1-D tensor per sequence, every id checked."""

@@ -6,8 +6,6 @@ unit norms and plain fan-in scaling a random model is far more chaotic than a re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -57,9 +55,7 @@ def _draw(spec: TensorSpec, generator: torch.Generator) -> dict[str, Tensor]:
         value = torch.full(spec.shape, 0.5 if leaf.endswith("_scale") else 1.0)
     elif leaf == "embed":
         value = 0.12 * normal(*spec.shape)
-    elif leaf in ("bias", "bias_vl", "attn_sink"):
-        value = 0.1 * normal(*spec.shape)
-    elif len(spec.shape) == 1:
+    elif leaf in ("bias", "bias_vl", "attn_sink") or len(spec.shape) == 1:
         value = 0.1 * normal(*spec.shape)
     else:
         value = normal(*spec.shape) * spec.shape[-1] ** -0.5

@@ -1,0 +1,159 @@
+"""The four flows of one model on one request, really run; each measured beside the ledger's prediction.
+
+Called by `cedar compare`. Random-weight models run all four flows: four models of one size that
+differ in nothing else. A trained model runs the flows its weights support, and its text comes out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cedar.bench.memory import PeakMemory
+from cedar.config.flows import FLOWS, Flow, flow_config
+from cedar.config.model_config import ModelConfig
+from cedar.config.weight_schema import weight_schema
+from cedar.engine.account import Account
+from cedar.engine.loaded_model import LoadedModel
+from cedar.errors import UsageError
+from cedar.loading import from_config
+from cedar.kernels.operators import Operators
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class FlowRun:
+    """What one flow did.
+
+    Attributes:
+        flow: which.   decoder_prefill: how the prompt was read.
+        account: tokens, layers and seconds of the phases.
+        kv_bytes, window_bytes: in use after the last token, counted from the buffers.
+        first_token_seconds: prefill wall time.   decode_seconds: of all steps.
+        peak_bytes: most memory in use above the start of the run (resident set).
+        output_ids: greedy tokens.
+    """
+
+    flow: Flow
+    decoder_prefill: str
+    account: Account
+    kv_bytes: int
+    window_bytes: int
+    first_token_seconds: float
+    decode_seconds: float
+    peak_bytes: int
+    output_ids: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Measured values, as the `measured` object of the record."""
+        account = self.account
+        decoder = account.replay.token_layers
+        return {
+            "kind": "measured",
+            "decoder_prefill": self.decoder_prefill,
+            "kv_bytes": self.kv_bytes,
+            "window_bytes": self.window_bytes,
+            "prefill_seconds": self.first_token_seconds,
+            "decode_seconds": self.decode_seconds,
+            "encode_token_layers": account.encode.token_layers,
+            "project_token_layers": account.project.token_layers,
+            "decoder_token_layers": decoder,
+            "decode_token_layers": account.decode.token_layers,
+            "prefill_token_layers": account.encode.token_layers + decoder,
+            "phases": account.to_dict(),
+            "peak_bytes": self.peak_bytes,
+            # The prefix store writes whole rows of global KV and nothing else.
+            "persisted_bytes": self.kv_bytes,
+            "persisted_kind": "derived: bytes the prefix store would write for every stored token",
+        }
+
+
+def random_flow_models(
+    config: ModelConfig, ops: Operators, seed: int
+) -> Mapping[Flow, Callable[[], LoadedModel]]:
+    """One constructor per flow of a random-weight model; built one at a time to save memory."""
+
+    def build(flow: Flow) -> Callable[[], LoadedModel]:
+        return lambda: from_config(flow_config(config, flow), ops=ops, seed=seed)
+
+    return {flow: build(flow) for flow in FLOWS}
+
+
+def trained_flow_models(
+    model: LoadedModel, rebuild: Callable[[ModelConfig], LoadedModel]
+) -> tuple[Mapping[Flow, Callable[[], LoadedModel]], dict[Flow, str]]:
+    """Constructors of the flows whose tensors a trained model has, and why not for the others.
+
+    Args:
+        rebuild: the same weights under another config of the same tensors.
+    """
+    have = {tensor.name for tensor in weight_schema(model.config)}
+    possible: dict[Flow, Callable[[], LoadedModel]] = {}
+    reasons: dict[Flow, str] = {}
+    for flow in FLOWS:
+        config = flow_config(model.config, flow)
+        lacking = sorted({tensor.name for tensor in weight_schema(config)} - have)
+        if lacking:
+            reasons[flow] = (
+                f"its weights lack {len(lacking)} tensors this flow needs, such as {lacking[0]}: the "
+                f"model was trained with shared rows"
+            )
+        else:
+            possible[flow] = lambda config=config: rebuild(config)  # type: ignore[misc]
+    return possible, reasons
+
+
+def run_flow(
+    flow: Flow, model: LoadedModel, prompt: Sequence[int], output_tokens: int, progress: Progress
+) -> FlowRun:
+    """Prefill the prompt, then decode greedily; every output token is stored, as the ledger counts.
+
+    Raises:
+        UsageError: an empty prompt or no output.
+    """
+    if not prompt or output_tokens < 1:
+        raise UsageError("a comparison needs at least one input and one output token")
+    mode = "report" if FLOWS[flow][0] else "full"
+    account = Account()
+    with PeakMemory() as memory:
+        state = model.new_state(len(prompt) + output_tokens)
+        ids = torch.tensor([list(prompt)])
+        begin = time.perf_counter()
+        logits = _read(model, ids, state, mode, account, progress, flow)
+        prefill_seconds = time.perf_counter() - begin
+        output: list[int] = []
+        begin = time.perf_counter()
+        for number in range(output_tokens):
+            output.append(int(logits.argmax()))
+            logits = model.step(torch.tensor(output[-1:]), state, account)
+            if number % 100 == 99:
+                progress(f"{flow}: decoded {number + 1:,} of {output_tokens:,} tokens")
+        decode_seconds = time.perf_counter() - begin
+    return FlowRun(
+        flow=flow,
+        decoder_prefill=mode,
+        account=account,
+        kv_bytes=state.kv_bytes(),
+        window_bytes=state.window_bytes(),
+        first_token_seconds=prefill_seconds,
+        decode_seconds=decode_seconds,
+        peak_bytes=memory.peak_bytes,
+        output_ids=tuple(output),
+    )
+
+
+def _read(
+    model: LoadedModel, ids: torch.Tensor, state: Any, mode: str, account: Account,
+    progress: Progress, flow: Flow,
+) -> torch.Tensor:  # fmt: skip
+    """Prefill in one call; says how far it is between chunks."""
+
+    def report(done: int) -> None:
+        progress(f"{flow}: read {done:,} of {ids.shape[1]:,} prompt tokens")
+
+    return model.prefill(ids, state, decoder_prefill=mode, account=account, progress=report)  # type: ignore[arg-type]

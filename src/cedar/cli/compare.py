@@ -1,0 +1,157 @@
+"""`cedar compare MODEL`: run the four flows on one request; measured beside predicted and quoted."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cedar.cli.options import model_options, read_text
+from cedar.errors import UsageError
+from cedar.planner.export import make_report, to_json
+from cedar.planner.flows import Planner
+from cedar.planner.request import Request
+from cedar.planner.source import resolve_model
+from cedar.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from cedar.bench.flows import FlowRun
+
+
+@click.command()
+@model_options
+@click.option("--input-tokens", type=int, help="Random prompt of this length.")
+@click.option("--output-tokens", type=int, default=64, show_default=True)
+@click.option(
+    "--prompt-file", type=click.Path(path_type=Path), help="Prompt text (trained models)."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@click.option(
+    "--html", type=click.Path(path_type=Path), help="Also write the figures page with it."
+)
+def compare(
+    model: str, kernels: str, dtype: str, index_key_rule: str, seed: int,
+    input_tokens: int | None, output_tokens: int, prompt_file: Path | None, as_json: bool,
+    html: Path | None,
+) -> None:  # fmt: skip
+    """Run none, ced, csa2 and ced+csa2 on one request and compare what they ran and stored."""
+    if (input_tokens is None) == (prompt_file is None):
+        raise UsageError("give exactly one of --input-tokens (random prompt) and --prompt-file")
+    if input_tokens is not None:
+        Request(input_tokens=input_tokens, output_tokens=output_tokens)
+    planned = resolve_model(model)
+    from cedar.bench.flows import random_flow_models, run_flow, trained_flow_models
+    from cedar.kernels.backends import select_operators
+    from cedar.loading import PRESET_PREFIX, load, reload_as, resolve_model as model_directory
+    from cedar.text.tokenizer import Tokenizer
+
+    ops = select_operators(kernels)
+    reasons: dict[Any, str] = {}
+    tokenizer = None
+    if model.startswith(PRESET_PREFIX):
+        models = random_flow_models(planned.config, ops, seed)
+    else:
+        directory = model_directory(model)
+        tokenizer = Tokenizer.from_directory(directory)
+        loaded = load(model, kernels=kernels, dtype=dtype, index_key_rule=index_key_rule)  # type: ignore[arg-type]
+        models, reasons = trained_flow_models(loaded, lambda config: reload_as(loaded, config))
+    prompt = _prompt(input_tokens, prompt_file, tokenizer, planned.config.vocab_size, seed)
+    request = Request(input_tokens=len(prompt), output_tokens=output_tokens)
+    runs = {}
+    for flow, build in models.items():
+        click.echo(f"{flow}: building, kernels={ops.name}", err=True)
+        runs[flow] = run_flow(
+            flow, build(), prompt, output_tokens, lambda line: click.echo(line, err=True)
+        )
+    report = make_report(Planner(planned), request)
+    record = to_json(report)
+    for flow, run in runs.items():
+        record["flows"][flow]["measured"] = run.to_dict()
+        if tokenizer is not None:
+            record["flows"][flow]["measured"]["text"] = tokenizer.decode(run.output_ids)
+    for flow, reason in reasons.items():
+        record["flows"].setdefault(flow, {})["not_measured"] = reason
+    record |= {"schema": "cedar.compare", "machine_measured": _machine(), "kernels": ops.name,
+               "seed": seed}  # fmt: skip
+    click.echo(json.dumps(record, ensure_ascii=False) if as_json else _table(record, runs))
+    if html is not None:
+        from cedar.page.page import write_page
+
+        write_page(html, compare=record)
+
+
+def _prompt(
+    tokens: int | None, file: Path | None, tokenizer: Any, vocab_size: int, seed: int
+) -> list[int]:
+    if file is not None:
+        if tokenizer is None:
+            raise UsageError("--prompt-file needs a model with a tokenizer; use --input-tokens")
+        return list(tokenizer.encode(read_text(file), add_special_tokens=True))
+    import random
+
+    draw = random.Random(seed)
+    assert tokens is not None
+    return [draw.randrange(3, vocab_size) for _ in range(tokens)]
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    return {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
+            "torch": torch.__version__, "python": platform.python_version()}  # fmt: skip
+
+
+def _table(record: dict[str, Any], runs: dict[Any, FlowRun]) -> str:
+    """Rows of measured values, each with the ledger's prediction and the article's figure."""
+    flows = list(record["flows"])
+    width = 17
+    request = record["request"]
+    lines = [
+        f"{record['model']['name']}: {request['input_tokens']:,} input + "
+        f"{request['output_tokens']:,} output tokens, kernels {record['kernels']}",
+        "",
+        " " * 34 + "".join(f"{flow:>{width}}" for flow in flows),
+    ]
+
+    def row(label: str, value: Any) -> None:
+        cells = []
+        for flow in flows:
+            try:
+                cells.append(value(record["flows"][flow]))
+            except KeyError:
+                cells.append("-")
+        lines.append(f"{label:<34}" + "".join(f"{cell:>{width}}" for cell in cells))
+
+    def measured(key: str, show: Any) -> Any:
+        return lambda flow: show(flow["measured"][key])
+
+    def count(value: float) -> str:
+        return f"{int(value):,}"
+
+    row("tokens x layers, prefill", measured("prefill_token_layers", count))
+    row("  of these in the decoder", measured("decoder_token_layers", count))
+    row("tokens x layers, decode", measured("decode_token_layers", count))
+    row("prefill time", measured("prefill_seconds", format_seconds))
+    row("decode time", measured("decode_seconds", format_seconds))
+    row("KV bytes, measured", measured("kv_bytes", count))
+    row("KV bytes, ledger", lambda flow: count(flow["kv_bytes"]))
+    row("KV, the article prints", lambda flow: format_bytes(flow["quoted"]["kv_bytes"]))
+    row("window bytes, measured", measured("window_bytes", count))
+    row("window bytes, ledger", lambda flow: count(flow["window_bytes"]))
+    row("persisted by a prefix store", measured("persisted_bytes", count))
+    row("activated parameters, prefill", lambda flow: format_count(flow["activated_prefill"]))
+    row("activated parameters, decode", lambda flow: format_count(flow["activated_decode"]))
+    row("peak memory above start", measured("peak_bytes", format_bytes))
+    if "none" in runs and "ced" in runs:
+        ratio = runs["ced"].first_token_seconds / runs["none"].first_token_seconds
+        lines += ["", f"prefill time ced / none: {ratio:.3f}"]
+    if "csa2" in runs and "ced+csa2" in runs:
+        ratio = runs["ced+csa2"].first_token_seconds / runs["csa2"].first_token_seconds
+        lines.append(f"prefill time ced+csa2 / csa2: {ratio:.3f}")
+    for flow in flows:
+        if "not_measured" in record["flows"][flow]:
+            lines.append(f"{flow}: not run, {record['flows'][flow]['not_measured']}")
+    return "\n".join(lines)
