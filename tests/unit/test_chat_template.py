@@ -404,6 +404,14 @@ def test_settings_reach_the_deepseek_format(
     assert starts_in_reasoning(prompt) is (ends_with == "<think>")
 
 
+def test_continued_reasoning_and_plain_text_tags_start_in_reasoning() -> None:
+    messages = [*HI, {"role": "assistant", "content": None, "reasoning": "Hmm"}]
+    prompt = DeepseekV41Template().render(messages, continue_final_message=True)
+    assert starts_in_reasoning(prompt)
+    assert starts_in_reasoning(JinjaTemplate("assistant:<think>\n\n").render(HI))
+    assert not starts_in_reasoning(JinjaTemplate("<think>x</think>").render(HI))
+
+
 @pytest.mark.parametrize(
     "kwargs", [{"thinking": 1}, {"drop_thinking": None}, {"temperature": 1}, {"tools_prompt": "x"}]
 )

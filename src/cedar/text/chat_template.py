@@ -105,7 +105,11 @@ def load_chat_template(
 
 def starts_in_reasoning(prompt: Sequence[Segment]) -> bool:
     """Returns whether the model's output to ``prompt`` begins inside its reasoning."""
-    return to_text(prompt[-2:]).rstrip().endswith(THINK_OPEN)
+    markers = [segment for segment in prompt if isinstance(segment, Marker)]
+    if markers and markers[-1].text == THINK_OPEN:
+        return True
+    # In some vocabularies <think> is no control token.
+    return to_text(prompt[-1:]).rstrip().endswith(THINK_OPEN)
 
 
 class DeepseekV41Template:
