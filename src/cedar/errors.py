@@ -5,6 +5,8 @@
     |   `-- RequestError    one field of one request is out of range                  exit 2
     |-- CheckpointError     config or weights are missing, extra, damaged or invalid  exit 4
     |   `-- ConfigError     config.json, or the layer plan it describes, is invalid   exit 4
+    |-- QueueFullError      too many requests wait; try again later                   exit 1
+    |-- EngineDeadError     the step loop has stopped, nothing can run                exit 1
     |-- DoesNotFitError     the memory or length budget is too small, says by how much  exit 3
     `-- StoreError          a prefix store is locked, unwritable or not ours          exit 5
 
@@ -53,6 +55,14 @@ class DoesNotFitError(CedarError):
     """A length or memory budget is too small; says by how much and what would help."""
 
     exit_code = 3
+
+
+class QueueFullError(CedarError):
+    """Too many requests are waiting; the same request may be accepted later."""
+
+
+class EngineDeadError(CedarError):
+    """The engine's step loop has stopped; nothing will run until it is started again."""
 
 
 class StoreError(CedarError):

@@ -38,7 +38,9 @@ def smallest() -> LoadedModel:
 
 def prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
     draw = random.Random(seed)
-    return [[draw.randrange(3, 64) for _ in range(draw.randrange(1, longest))] for _ in range(count)]
+    return [
+        [draw.randrange(3, 64) for _ in range(draw.randrange(1, longest))] for _ in range(count)
+    ]
 
 
 def ids_of(llm: LLM, requests: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -186,7 +188,7 @@ def test_logprobs_put_the_drawn_token_first_and_never_show_impossible_ones(
     model: LoadedModel,
 ) -> None:
     allowed = {10: 100.0, 11: 100.0}
-    bias = {token: -100.0 for token in range(64)} | allowed
+    bias = dict.fromkeys(range(64), -100.0) | allowed
     params = SamplingParams(max_tokens=3, temperature=1.0, top_k=2, seed=0, logprobs=5,
                             logit_bias=bias, ignore_eos=True)  # fmt: skip
     out = LLM(model, max_model_len=32, max_num_seqs=1).generate([[5]], params)[0].outputs[0]

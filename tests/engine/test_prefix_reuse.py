@@ -79,8 +79,8 @@ def test_prompts_that_share_two_and_a_half_blocks_share_exactly_two(model: Loade
 
 def test_a_match_no_longer_than_the_window_is_reported_but_not_taken(model: LoadedModel) -> None:
     llm = engine_of(model)
-    run(llm, prompt_of(8) + [5])
-    _, short = run(llm, prompt_of(8) + [6])
+    run(llm, [*prompt_of(8), 5])
+    _, short = run(llm, [*prompt_of(8), 6])
     assert (short.matched_tokens, short.cached_tokens) == (8, 0)
     assert short.miss_reason is not None
     assert "not longer than the window of 8" in short.miss_reason
@@ -157,5 +157,7 @@ def test_a_full_pool_evicts_and_still_finishes_every_request(model: LoadedModel)
 
 
 def test_an_unknown_replay_mode_is_refused(model: LoadedModel) -> None:
-    with pytest.raises(UsageError, match="encoder_replay='never' is not a choice; allowed: bounded"):
+    with pytest.raises(
+        UsageError, match="encoder_replay='never' is not a choice; allowed: bounded"
+    ):
         engine_of(model, encoder_replay="never")

@@ -20,8 +20,8 @@ from cedar.config.weight_schema import weight_schema
 from cedar.engine.account import Account
 from cedar.engine.loaded_model import LoadedModel
 from cedar.errors import UsageError
-from cedar.loading import from_config
 from cedar.kernels.operators import Operators
+from cedar.loading import from_config
 
 Progress = Callable[[str], None]
 

@@ -45,7 +45,8 @@ def compare(
     planned = resolve_model(model)
     from cedar.bench.flows import random_flow_models, run_flow, trained_flow_models
     from cedar.kernels.backends import select_operators
-    from cedar.loading import PRESET_PREFIX, load, reload_as, resolve_model as model_directory
+    from cedar.loading import PRESET_PREFIX, load, reload_as
+    from cedar.loading import resolve_model as model_directory
     from cedar.text.tokenizer import Tokenizer
 
     ops = select_operators(kernels)

@@ -247,9 +247,9 @@ def _typed(name: str, path: str | None, value: Any) -> Any:
         return None
     if annotation.startswith("int") and type(value) is not int:
         raise ConfigError(f"config key {where}={value!r} must be an integer")
-    if annotation.startswith("float"):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ConfigError(f"config key {where}={value!r} must be a number")
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if annotation.startswith("float") and not is_number:
+        raise ConfigError(f"config key {where}={value!r} must be a number")
     if annotation == "bool" and not isinstance(value, bool):
         raise ConfigError(f"config key {where}={value!r} must be true or false")
     if annotation == "str" and not isinstance(value, str):

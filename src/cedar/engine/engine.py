@@ -84,13 +84,23 @@ class Engine:
             RequestError: the id is in use, or a field is out of range.
             DoesNotFitError: it could never run.
         """
-        if request_id in self._requests:
-            raise RequestError(f"request id {request_id!r} is already running", param="request_id")
         request = Request(request_id, tuple(prompt_ids), params, eos_token_id, index)
         request.cache_salt = cache_salt
-        self.scheduler.add(request)
-        self._requests[request_id] = request
+        self.submit(request)
         return request
+
+    def submit(self, request: Request) -> None:
+        """Queue a request that has been made already. Raises as `add_request`."""
+        if request.request_id in self._requests:
+            raise RequestError(
+                f"request id {request.request_id!r} is already running", param="request_id"
+            )
+        self.scheduler.add(request)
+        self._requests[request.request_id] = request
+
+    def find(self, request_id: str) -> Request | None:
+        """A waiting or running request."""
+        return self._requests.get(request_id)
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown and finished ids are ignored."""

@@ -42,7 +42,12 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request; refuse before any work what can never run.
+        """Queue a request that `check` accepts."""
+        self.check(request)
+        self.waiting.append(request)
+
+    def check(self, request: Request) -> None:
+        """Refuse, before any work, what can never run. Changes nothing; any thread may call it.
 
         Raises:
             RequestError: the prompt is empty or an id is out of range.
@@ -71,7 +76,6 @@ class Scheduler:
                 f"the request needs {need} blocks of {self._config.block_size} tokens, the pool has "
                 f"{have}; raise num_blocks or lower max_tokens"
             )
-        self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
         """End a request at once and give its blocks back; nothing to do if it has ended."""

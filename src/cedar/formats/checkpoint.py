@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cedar.config.weight_schema import TensorSpec
-from cedar.errors import CheckpointError
-from cedar.formats.headers import TensorHeader, check_headers, read_headers
+from cedar.formats.headers import check_headers, read_headers
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -75,7 +74,7 @@ def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], config: Mapping[
     save_file(ordered, temporary, metadata={"format": "pt"})
     os.replace(temporary, path / SINGLE_NAME)
     size = sum(t.numel() * t.element_size() for t in ordered.values())
-    index = {"metadata": {"total_size": size}, "weight_map": {n: SINGLE_NAME for n in ordered}}
+    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(ordered, SINGLE_NAME)}
     write_json(path / INDEX_NAME, index)
     write_json(path / "config.json", config)
 
