@@ -5,20 +5,17 @@
     replay   decoder layers: on the tail of the prompt under CED, on every row otherwise
     decode   all layers, one token per step
 
-A decoder layer WRITES window rows for some tokens and answers QUERIES for the last of them:
-`full` every row, `report` the last n rows in windows clipped at the tail, `cut` as report but the
-first decoder layer writes window - 1 rows more, `exact` the pyramid that loses nothing. The last
-layer answers for the final row only.
+Which rows a mode of the decoder's prefill runs is in `replay`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from cedar.config.layer_plan import LayerPlan, LayerSpec
 from cedar.planner.ledger import Ledger
+from cedar.planner.replay import LayerRows, decoder_rows, first_rows, replayed_prefix
 from cedar.planner.request import DecoderPrefill, Request
 from cedar.planner.weights import PRODUCTS
 
@@ -28,37 +25,6 @@ _VISIBLE = "causal visibility: query t sees min((t + 1) // ratio, cap) rows"
 _MACS = "2 FLOPs a multiply-accumulate; elementwise work is left out"
 
 PHASES = ("encode", "replay", "decode")
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRows:
-    """Formulas of one decoder layer's rows: window rows written and queries answered."""
-
-    write: str
-    query: str
-
-
-def decoder_rows(plan: LayerPlan, mode: DecoderPrefill) -> list[LayerRows]:
-    """Rows of each decoder layer in prefill, as formulas over the lines of `add_phases`."""
-    layers = len(plan.decoder)
-    entering = "phases.encode.tokens"
-    tail = "phases.replay.tail"
-    if mode == "exact":
-        cone = [
-            f"min({entering}, model.window + {layers - 1 - j} * (model.window - 1))"
-            for j in range(layers)
-        ]
-        rows = [
-            LayerRows(write, query)
-            for write, query in zip(cone, [*cone[1:], cone[-1]], strict=True)
-        ]
-    else:
-        rows = [LayerRows(tail, tail)] * layers
-        if mode == "cut" and rows:
-            rows[0] = LayerRows(f"min({entering}, {tail} + model.window - 1)", tail)
-    if rows:
-        rows[-1] = LayerRows(rows[-1].write, "1")
-    return rows
 
 
 def add_request(ledger: Ledger, request: Request) -> None:
@@ -85,32 +51,12 @@ def add_request(ledger: Ledger, request: Request) -> None:
     )  # fmt: skip
 
 
-def decoder_mode(request: Request, *, ced: bool) -> DecoderPrefill:
-    """The mode that runs: without CED every decoder row runs."""
-    return request.decoder_prefill if ced else "full"
-
-
-def _replayed_prefix(plan: LayerPlan, request: Request, mode: DecoderPrefill) -> str:
-    """Prefix tokens run again after a hit, as a formula."""
-    if request.encoder_replay == "bounded":
-        return "min(cached_tokens, model.window * encoder_replay_windows)"
-    wanted = {
-        "full": "model.window",
-        "report": "model.window * replay_windows",
-        "cut": "model.window * replay_windows + model.window - 1",
-        "exact": f"model.window + {len(plan.decoder) - 1} * (model.window - 1)",
-    }[mode]
-    suffix = "(input_tokens - cached_tokens)"
-    below = "model.encoder_layers * (model.window - 1)"
-    return f"min(cached_tokens, {below} + max(1, min({wanted}, input_tokens) - {suffix}))"
-
-
 def add_phases(
     ledger: Ledger, plan: LayerPlan, request: Request, mode: DecoderPrefill
 ) -> list[LayerRows]:
     """Add rows and layers of each phase; return the decoder's rows for `add_work`."""
     ledger.derive(
-        "prefix.replayed_tokens", _replayed_prefix(plan, request, mode), "tokens",
+        "prefix.replayed_tokens", replayed_prefix(plan, request, mode), "tokens",
         "after a hit, windows are rebuilt by running the last rows of the prefix again",
     )  # fmt: skip
     ledger.derive(
@@ -130,6 +76,11 @@ def add_phases(
     if mode != "full":
         tail = f"min({tail}, model.window * replay_windows)"
     ledger.derive("phases.replay.tail", tail, "tokens", _TAIL)
+    wanted = f"min(input_tokens, {first_rows(plan, mode)}) - phases.encode.tokens"
+    ledger.derive(
+        "phases.replay.short", f"min(1, max(0, {wanted}))" if mode != "full" else "0", "",
+        "1 if fewer rows ran than the replay would start from",
+    )  # fmt: skip
     steps = decoder_rows(plan, mode)
     ledger.derive("phases.replay.tokens", steps[0].write if steps else "0", "tokens", _ROWS)
     ledger.derive("phases.replay.layers", "model.decoder_layers", "layers", "the decoder")

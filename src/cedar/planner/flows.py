@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 
 from cedar.config import ModelConfig
 from cedar.errors import DoesNotFitError, UsageError
-from cedar.planner.compute import add_phases, add_request, add_work, decoder_mode
+from cedar.planner.compute import add_phases, add_request, add_work
 from cedar.planner.fit import Placement, add_fit, place, refusal
 from cedar.planner.hardware import Machine
 from cedar.planner.ledger import Ledger
 from cedar.planner.memory import add_memory
 from cedar.planner.model_lines import add_model
 from cedar.planner.quoted import Family, add_quotes, family
+from cedar.planner.replay import decoder_mode
 from cedar.planner.request import FLOWS, Flow, Request, flow_switches
 from cedar.planner.residency import add_ranks, add_reads, add_weights
 from cedar.planner.roofline import Phase, add_roofline, bound
