@@ -16,11 +16,11 @@
 #pragma once
 
 #include "simd.h"
+#include "topk_buffer.h"
 
 namespace cedar {
 namespace CEDAR_ISA {
 
-constexpr int kStrip = 16;
 constexpr int kGroup = 32;       // elements that share a scale
 constexpr int kMaxGroups = 4;    // index_head_dim <= 128
 constexpr int kMaxShift = 3;     // 12 << 3 fits a signed byte
@@ -221,7 +221,7 @@ CEDAR_INLINE void load_strip_of(const uint8_t* const* rows, Strip& strip) {
 
   const __m512i table = _mm512_load_si512(kShifted);
   const __m512i offset = _mm512_set1_epi8(-128);
-  __m512i correction = _mm512_setzero_si512();
+  __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
   for (int g = 0; g < kGroups; ++g) {
     __m512i shift = _mm512_setzero_si512();
     if (strip.plain) {
@@ -240,15 +240,15 @@ CEDAR_INLINE void load_strip_of(const uint8_t* const* rows, Strip& strip) {
       Element* to = strip.values + (g * 8 + c * 2) * 64;
       _mm512_store_si512(to, first);
       _mm512_store_si512(to + 64, second);
-      correction = _mm512_dpbusd_epi32(correction, offset, first);
-      correction = _mm512_dpbusd_epi32(correction, offset, second);
+      sums[0] = _mm512_dpbusd_epi32(sums[0], offset, first);
+      sums[1] = _mm512_dpbusd_epi32(sums[1], offset, second);
     }
   }
   if (kGroups == 3) {
     for (int i = 24; i < 32; ++i) _mm512_store_si512(strip.values + i * 64, _mm512_setzero_si512());
   }
-  _mm512_storeu_si512(strip.correction,
-                      _mm512_sub_epi32(_mm512_setzero_si512(), correction));
+  const __m512i sum = _mm512_add_epi32(sums[0], sums[1]);
+  _mm512_storeu_si512(strip.correction, _mm512_sub_epi32(_mm512_setzero_si512(), sum));
 }
 
 inline void load_strip(const uint8_t* const* rows, int groups, Strip& strip) {
@@ -258,6 +258,17 @@ inline void load_strip(const uint8_t* const* rows, int groups, Strip& strip) {
     case 3: load_strip_of<3>(rows, strip); break;
     default: load_strip_of<4>(rows, strip); break;
   }
+}
+
+// Integer results of plain dot products start at kBiasBits, the bits of the float 2^23. Then a result
+// n >= 0 reads as the float 2^23 + n, a negative one as less than 2^23: no conversion is needed, and
+// fma(w, 2^23 + n, -w * 2^23) is w * n rounded once.
+constexpr int32_t kBiasBits = 0x4b000000;
+constexpr float kBias = 8388608.f;
+
+// w * max(n, 0), rounded, from the biased n; offset = -w * kBias.
+CEDAR_INLINE __m512 biased_product(__m512 dot, __m512 weight, __m512 offset) {
+  return _mm512_fmadd_ps(weight, _mm512_max_ps(dot, _mm512_set1_ps(kBias)), offset);
 }
 
 CEDAR_INLINE __m512i broadcast4(const int8_t* p) {
@@ -273,7 +284,8 @@ CEDAR_INLINE void add_plain_heads(const int8_t* query, const float* weights, int
                                   const Strip* strips, __m512* sums) {
   __m512i dots[kHeads][kStrips];
   for (int s = 0; s < kStrips; ++s) {
-    const __m512i start = _mm512_loadu_si512(strips[s].correction);
+    const __m512i start =
+        _mm512_add_epi32(_mm512_loadu_si512(strips[s].correction), _mm512_set1_epi32(kBiasBits));
     for (int h = 0; h < kHeads; ++h) dots[h][s] = start;
   }
   for (int r = 0; r < rows; ++r) {
@@ -286,9 +298,10 @@ CEDAR_INLINE void add_plain_heads(const int8_t* query, const float* weights, int
   }
   for (int h = 0; h < kHeads; ++h) {
     const __m512 w = _mm512_set1_ps(weights[h]);
+    const __m512 offset = _mm512_set1_ps(-kBias * weights[h]);
     for (int s = 0; s < kStrips; ++s) {
-      const __m512i positive = _mm512_max_epi32(dots[h][s], _mm512_setzero_si512());
-      sums[s] = _mm512_add_ps(sums[s], _mm512_mul_ps(w, _mm512_cvtepi32_ps(positive)));
+      const __m512 dot = _mm512_castsi512_ps(dots[h][s]);
+      sums[s] = _mm512_add_ps(sums[s], biased_product(dot, w, offset));
     }
   }
 }

@@ -30,6 +30,7 @@ constexpr int kTileKeys = 256;
 constexpr int kTileStrips = kTileKeys / kStrip;
 constexpr int kMostQueries = 64;      // per tile of queries
 constexpr int64_t kShortestPart = 2048;  // keys
+constexpr int kPrefetch = 4;           // strips ahead
 constexpr int kUnused = -1;
 
 enum Slot {
@@ -90,15 +91,28 @@ struct KeyTile {
     const int valid = count;
     for (int i = valid; i < strip_count * kStrip; ++i) positions[i] = INT32_MAX;
     all_plain = true;
+    const uint8_t* rows[kTileKeys];
+    for (int s = 0; s < strip_count; ++s) find_rows(plan, table, s * kStrip, rows + s * kStrip);
     for (int s = 0; s < strip_count; ++s) {
-      const uint8_t* rows[kStrip];
-      for (int i = 0; i < kStrip; ++i) {
-        // Lanes behind the last key repeat it: no row is read that no query sees.
-        const int j = std::min(s * kStrip + i, valid - 1);
-        rows[i] = plan.row(table, positions[j]);
-      }
-      load_strip(rows, plan.groups, strips[s]);
+      const int ahead = std::min(s + kPrefetch, strip_count - 1) * kStrip;
+      for (int i = 0; i < kStrip; ++i) __builtin_prefetch(rows[ahead + i]);
+      load_strip(rows + s * kStrip, plan.groups, strips[s]);
       all_plain &= strips[s].plain;
+    }
+  }
+
+  // Row addresses of one strip. Lanes behind the last key repeat it: no row is read that no query
+  // sees.
+  void find_rows(const Plan& plan, const int32_t* table, int from, const uint8_t** rows) const {
+    const int32_t first = positions[from], last = positions[from + kStrip - 1];
+    if (last == first + kStrip - 1 &&
+        first % plan.call.rows_per_block + kStrip <= plan.call.rows_per_block) {
+      const uint8_t* row = plan.row(table, first);
+      for (int i = 0; i < kStrip; ++i) rows[i] = row + i * plan.call.key_stride;
+      return;
+    }
+    for (int i = 0; i < kStrip; ++i) {
+      rows[i] = plan.row(table, positions[std::min(from + i, count - 1)]);
     }
   }
 };
@@ -107,13 +121,13 @@ struct KeyTile {
 struct PoolBlocks {
   TopK selection;
   int32_t open = kUnused;  // block being scored
-  float best = kLowest;
+  float best = -kInfinity;
   int32_t newest;          // always kept
   int32_t size;
 
   void flush() {
     if (open == kUnused) return;
-    selection.offer(open == newest ? -kLowest : best, open);
+    selection.offer(open == newest ? kInfinity : best, open);
     open = kUnused;
   }
 
@@ -209,8 +223,8 @@ class Worker {
     const size_t room = TopK::room(limit) + (pool_k > 0 ? TopK::room(pool_limit) : 0);
     int32_t* buffers = scratch_array<int32_t>(
         kBufferSlot, 2 * room * static_cast<size_t>(item_.count));
-    int32_t* work =
-        scratch_array<int32_t>(kWorkSlot, TopK::work_size(std::max(limit, pool_limit)));
+    float* work =
+        scratch_array<float>(kWorkSlot, TopK::work_size(std::max(limit, pool_limit)));
 
     for (int i = 0; i < item_.count; ++i) {
       const int64_t n = item_.first + i;
@@ -238,7 +252,7 @@ class Worker {
 
   // A selection never needs more room than there are entries to offer.
   static int limit_for(int k, int64_t entries) {
-    return static_cast<int>(std::min<int64_t>(TopK::capacity_for(k), entries + 2 * kStrip));
+    return static_cast<int>(std::min<int64_t>(TopK::capacity_for(k), entries));
   }
 
   void prepare_tile() {
@@ -319,9 +333,7 @@ class Worker {
   }
 
   void absorb(State& state, const float* scores) {
-    for (int s = 0; s < tile_.strip_count; ++s) {
-      state.selection.offer16(scores + s * kStrip, tile_.positions + s * kStrip, state.visible);
-    }
+    state.selection.offer_strips(scores, tile_.positions, tile_.strip_count, state.visible);
     if (plan_.pool_k() > 0) {
       const int seen = std::min(tile_.count, state.visible - tile_.positions[0]);
       state.pool.add(scores, tile_.positions[0], seen);
@@ -393,12 +405,12 @@ void run_item(const Plan& plan, const Item& item) {
 void merge_query(const Plan& plan, const Item& tile, int i, bool pool) {
   const IndexTopkCall& call = plan.call;
   const int k = pool ? plan.pool_k() : call.topk;
-  const int limit = k * tile.parts + 2 * kStrip;
+  const int limit = k * tile.parts;
   const size_t room = TopK::room(limit);
   int32_t* memory = scratch_array<int32_t>(kBufferSlot, 2 * room);
   TopK all;
   all.reset(reinterpret_cast<float*>(memory), memory + room,
-            scratch_array<int32_t>(kWorkSlot, TopK::work_size(limit)), k, limit);
+            scratch_array<float>(kWorkSlot, TopK::work_size(limit)), k, limit);
   for (int part = 0; part < tile.parts; ++part) {
     const int64_t slot = tile.saved + static_cast<int64_t>(part) * tile.count + i;
     const int64_t at = slot * plan.saved_stride() + (pool ? call.topk : 0);

@@ -11,128 +11,169 @@
 namespace cedar {
 namespace CEDAR_ISA {
 
-constexpr float kLowest = -__builtin_inff();
+constexpr int kStrip = 16;  // scores that are offered together
+constexpr float kInfinity = __builtin_inff();
 
-// Float order as signed integer order. There is no -0 among scores: sums that start at +0 give +0.
-CEDAR_INLINE int32_t ordered(float score) {
-  const int32_t bits = static_cast<int32_t>(bits_of_float(score));
-  return bits ^ ((bits >> 31) & 0x7fffffff);
+// Floats in the order of unsigned integers. There is no -0 among scores: a sum that starts at +0
+// never becomes -0.
+CEDAR_INLINE uint32_t to_order(float score) {
+  const uint32_t bits = bits_of_float(score);
+  return bits ^ ((bits >> 31) != 0 ? 0xffffffffu : 0x80000000u);
 }
+
+CEDAR_INLINE float from_order(uint32_t order) {
+  return float_of_bits(order ^ ((order >> 31) != 0 ? 0x80000000u : 0xffffffffu));
+}
+
+// The value at a rank (1 = largest), and how many are larger.
+struct Ranked {
+  float value;
+  int larger;
+};
 
 #ifdef CEDAR_AVX512
 
-CEDAR_INLINE __m512i ordered(__m512 score) {
+CEDAR_INLINE __m512i to_order(__m512 score) {
   const __m512i bits = _mm512_castps_si512(score);
-  const __m512i flip = _mm512_and_si512(_mm512_srai_epi32(bits, 31), _mm512_set1_epi32(0x7fffffff));
+  const __m512i flip = _mm512_or_si512(_mm512_srai_epi32(bits, 31), _mm512_set1_epi32(INT32_MIN));
   return _mm512_xor_si512(bits, flip);
 }
 
-// Values at two ranks (1 = largest) of 64 sampled integers, by bisection of the value range.
-inline void ranks_of_sample(const __m512i x[4], int rank_high, int rank_low, int32_t* high,
-                            int32_t* low) {
-  uint32_t a = 0, b = 0;  // offset by 2^31, so that they grow from the smallest integer
-  for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
-    const __m512i ta = _mm512_set1_epi32(static_cast<int32_t>((a | bit) ^ 0x80000000u));
-    const __m512i tb = _mm512_set1_epi32(static_cast<int32_t>((b | bit) ^ 0x80000000u));
+// Brackets the values at two ranks of 64 samples: bisection of their upper 20 bits.
+inline void bracket_of_sample(const __m512i x[4], int rank_high, int rank_low, uint32_t* high,
+                              uint32_t* low) {
+  constexpr uint32_t kLastBit = 1u << 12;
+  uint32_t a = 0, b = 0;
+  for (uint32_t bit = 1u << 31; bit >= kLastBit; bit >>= 1) {
+    const __m512i ta = _mm512_set1_epi32(static_cast<int32_t>(a | bit));
+    const __m512i tb = _mm512_set1_epi32(static_cast<int32_t>(b | bit));
     uint64_t ma = 0, mb = 0;
     for (int i = 0; i < 4; ++i) {
-      ma |= static_cast<uint64_t>(_mm512_cmpge_epi32_mask(x[i], ta)) << (16 * i);
-      mb |= static_cast<uint64_t>(_mm512_cmpge_epi32_mask(x[i], tb)) << (16 * i);
+      ma |= static_cast<uint64_t>(_mm512_cmpge_epu32_mask(x[i], ta)) << (16 * i);
+      mb |= static_cast<uint64_t>(_mm512_cmpge_epu32_mask(x[i], tb)) << (16 * i);
     }
     if (__builtin_popcountll(ma) >= rank_high) a |= bit;
     if (__builtin_popcountll(mb) >= rank_low) b |= bit;
   }
-  *high = static_cast<int32_t>(a ^ 0x80000000u);
-  *low = static_cast<int32_t>(b ^ 0x80000000u);
+  *high = a | (kLastBit - 1);
+  *low = b;
 }
 
-inline int32_t bisect_rank(const int32_t* x, int n, int rank) {
-  uint32_t found = 0;
-  for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
-    const __m512i t = _mm512_set1_epi32(static_cast<int32_t>((found | bit) ^ 0x80000000u));
+// The value at `rank`, known to lie in [low, high], by bisection. Overwrites x with its order.
+inline Ranked bisect_rank(const float* x, int n, int rank, uint32_t low, uint32_t high,
+                          uint32_t* order) {
+  for (int i = 0; i < n; i += 16) {
+    _mm512_storeu_si512(order + i, to_order(_mm512_loadu_ps(x + i)));
+  }
+  const auto count_from = [&](uint32_t least) {
+    const __m512i t = _mm512_set1_epi32(static_cast<int32_t>(least));
     int count = 0;
     for (int i = 0; i < n; i += 16) {
-      const __mmask16 valid = F32::mask(n - i);
-      count += __builtin_popcount(
-          _mm512_mask_cmpge_epi32_mask(valid, _mm512_loadu_si512(x + i), t));
+      count += __builtin_popcount(_mm512_mask_cmpge_epu32_mask(
+          F32::mask(n - i), _mm512_loadu_si512(order + i), t));
     }
-    if (count >= rank) found |= bit;
+    return count;
+  };
+  // Start below the bits the bounds share.
+  uint32_t found = low;
+  if (low != high) {
+    uint32_t bit = 1u << (31 - __builtin_clz(low ^ high));
+    found = low & ~(2 * bit - 1);
+    for (; bit != 0; bit >>= 1) {
+      if (count_from(found | bit) >= rank) found |= bit;
+    }
   }
-  return static_cast<int32_t>(found ^ 0x80000000u);
+  return {from_order(found), found == 0xffffffffu ? 0 : count_from(found + 1)};
 }
 
-// The rank-th largest of x[0..n); x has room for 3 * (n + 16). A sample brackets the answer; one pass
-// copies what lies inside behind the data; once more; then bisection.
-inline int32_t value_at_rank(int32_t* x, int n, int rank) {
+// The value at `rank` of x[0..n). `work` has room for work_size(n). A sample brackets the
+// answer, one pass keeps what lies inside; once more; then bisection.
+inline Ranked value_at_rank(const float* x, int n, int rank, float* work) {
   constexpr int kSample = 64, kMargin = 8, kRounds = 2;
+  uint32_t low = 0, high = 0xffffffffu;
+  int larger = 0;
   for (int round = 0; round < kRounds && n > 2 * kSample; ++round) {
     __m512i sample[4];
     const int step = n / 4 / 16 * 16;  // four blocks of 16, spread over the data
-    for (int i = 0; i < 4; ++i) sample[i] = _mm512_loadu_si512(x + i * step);
+    for (int i = 0; i < 4; ++i) sample[i] = to_order(_mm512_loadu_ps(x + i * step));
     const int expected = static_cast<int>(static_cast<int64_t>(kSample) * rank / n);
     const int rank_high = expected - kMargin, rank_low = expected + kMargin;
-    int32_t high, low;
-    ranks_of_sample(sample, rank_high < 1 ? 1 : rank_high, rank_low > kSample ? kSample : rank_low,
-                    &high, &low);
-    if (rank_high < 1) high = INT32_MAX;
-    if (rank_low > kSample) low = INT32_MIN;
-    const __m512i high_v = _mm512_set1_epi32(high), low_v = _mm512_set1_epi32(low);
-    int above = 0, kept = 0;
-    int32_t* const middle = x + n + 16;
+    uint32_t sample_high, sample_low;
+    bracket_of_sample(sample, rank_high < 1 ? 1 : rank_high,
+                      rank_low > kSample ? kSample : rank_low, &sample_high, &sample_low);
+    if (rank_high < 1) sample_high = to_order(kInfinity);
+    if (rank_low > kSample) sample_low = to_order(-kInfinity);
+    if (sample_high > to_order(kInfinity)) sample_high = to_order(kInfinity);
+    if (sample_low < to_order(-kInfinity)) sample_low = to_order(-kInfinity);
+    const __m512 high_v = _mm512_set1_ps(from_order(sample_high));
+    const __m512 low_v = _mm512_set1_ps(from_order(sample_low));
+    int over = 0, kept = 0;
     for (int i = 0; i < n; i += 16) {
-      const __mmask16 valid = F32::mask(n - i);
-      const __m512i v = _mm512_loadu_si512(x + i);
-      const __mmask16 over = _mm512_mask_cmpgt_epi32_mask(valid, v, high_v);
-      const __mmask16 in = _mm512_mask_cmpge_epi32_mask(
-          static_cast<__mmask16>(valid & ~over), v, low_v);
-      above += __builtin_popcount(over);
-      _mm512_storeu_si512(middle + kept, _mm512_maskz_compress_epi32(in, v));
-      kept += __builtin_popcount(in);
+      const __m512 v = _mm512_loadu_ps(x + i);
+      const __mmask16 from_low = _mm512_mask_cmp_ps_mask(F32::mask(n - i), v, low_v, _CMP_GE_OQ);
+      const __mmask16 above = _mm512_mask_cmp_ps_mask(from_low, v, high_v, _CMP_GT_OQ);
+      const __mmask16 inside = static_cast<__mmask16>(from_low ^ above);
+      over += __builtin_popcount(above);
+      _mm512_storeu_ps(work + kept, _mm512_maskz_compress_ps(inside, v));
+      kept += __builtin_popcount(inside);
     }
-    if (rank <= above || rank > above + kept || kept == n) break;  // missed, or all of it ties
-    if (high == low) return high;
-    x = middle;
+    if (rank <= over || rank > over + kept) break;  // the sample misled
+    low = sample_low;
+    high = sample_high;
+    if (kept == n) break;  // ties
+    x = work;
+    work += kept + 16;
     n = kept;
-    rank -= above;
+    rank -= over;
+    larger += over;
   }
-  return bisect_rank(x, n, rank);
+  Ranked found = bisect_rank(x, n, rank, low, high, reinterpret_cast<uint32_t*>(work));
+  found.larger += larger;
+  return found;
 }
 
 #else
 
-// The rank-th largest of x[0..n), by bisection of the value range.
-inline int32_t value_at_rank(int32_t* x, int n, int rank) {
+// The value at `rank` of x[0..n), by bisection. `work` has room for work_size(n).
+inline Ranked value_at_rank(const float* x, int n, int rank, float* work) {
+  uint32_t* order = reinterpret_cast<uint32_t*>(work);
+  for (int i = 0; i < n; ++i) order[i] = to_order(x[i]);
+  const auto count_from = [&](uint32_t least) {
+    int count = 0;
+    for (int i = 0; i < n; ++i) count += order[i] >= least ? 1 : 0;
+    return count;
+  };
   uint32_t found = 0;
   for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
-    const int32_t t = static_cast<int32_t>((found | bit) ^ 0x80000000u);
-    int count = 0;
-    for (int i = 0; i < n; ++i) count += x[i] >= t ? 1 : 0;
-    if (count >= rank) found |= bit;
+    if (count_from(found | bit) >= rank) found |= bit;
   }
-  return static_cast<int32_t>(found ^ 0x80000000u);
+  return {from_order(found), found == 0xffffffffu ? 0 : count_from(found + 1)};
 }
 
 #endif
 
 struct TopK {
-  float* scores;       // capacity + 16
-  int32_t* positions;  // capacity + 16
-  int32_t* work;       // work_size(capacity), shared by the buffers of a thread
+  float* scores;       // room(capacity)
+  int32_t* positions;  // room(capacity)
+  float* work;         // work_size(capacity), shared by the buffers of a thread
   int size;
   int capacity;
   int k;
   float threshold;
 
+  static constexpr int kMostOffered = 256;  // in one call
+
   // Large enough that a cut, which costs a few passes over the buffer, is rare; small enough that
   // the threshold, which only a cut moves, stays useful.
   static int capacity_for(int k) {
     const int extra = 3 * k;
-    return k + (extra < 192 ? 192 : extra > 3072 ? 3072 : extra);
+    return k + (extra < kMostOffered ? kMostOffered : extra > 3072 ? 3072 : extra);
   }
+  static size_t room(int capacity) { return static_cast<size_t>(capacity) + kStrip; }
   static size_t work_size(int capacity) { return 3 * (static_cast<size_t>(capacity) + 32); }
-  static size_t room(int capacity) { return static_cast<size_t>(capacity) + 16; }
 
-  void reset(float* score_memory, int32_t* position_memory, int32_t* work_memory, int count,
+  // `limit`: capacity_for(k), or the number of entries that will be offered if that is less.
+  void reset(float* score_memory, int32_t* position_memory, float* work_memory, int count,
              int limit) {
     scores = score_memory;
     positions = position_memory;
@@ -140,32 +181,48 @@ struct TopK {
     k = count;
     capacity = limit;
     size = 0;
-    threshold = kLowest;
+    threshold = -kInfinity;
   }
 
   // Offers one entry. Entries must come in ascending position.
   CEDAR_INLINE void offer(float score, int32_t position) {
     if (!(score > threshold)) return;
+    if (size == capacity) {
+      cut();
+      if (!(score > threshold)) return;
+    }
     scores[size] = score;
     positions[size] = position;
-    if (++size > capacity - 16) cut();
+    ++size;
   }
 
-  // Offers 16 entries, those with position < end.
-  CEDAR_INLINE void offer16(const float* score, const int32_t* position, int32_t end) {
+  // Offers strips of 16 entries, kMostOffered at most; only positions below `end` count.
+  void offer_strips(const float* score, const int32_t* position, int strips, int32_t end) {
 #ifdef CEDAR_AVX512
-    const __m512 s = _mm512_loadu_ps(score);
-    const __m512i p = _mm512_loadu_si512(position);
-    __mmask16 take = _mm512_cmp_ps_mask(s, _mm512_set1_ps(threshold), _CMP_GT_OQ);
-    take = _mm512_mask_cmplt_epi32_mask(take, p, _mm512_set1_epi32(end));
-    if (take == 0) return;
-    // Compress in registers: the form that writes to memory is microcoded on some processors.
-    _mm512_storeu_ps(scores + size, _mm512_maskz_compress_ps(take, s));
-    _mm512_storeu_si512(positions + size, _mm512_maskz_compress_epi32(take, p));
-    size += __builtin_popcount(take);
-    if (size > capacity - 16) cut();
+    uint16_t take[kMostOffered / kStrip];
+    int total = admit(score, position, strips, end, take);
+    if (size + total > capacity) {
+      cut();
+      total = admit(score, position, strips, end, take);
+    }
+    // Compressed in registers: the form that writes to memory is microcoded on some processors.
+    const auto append = [&](int s) {
+      const __m512 v = _mm512_loadu_ps(score + s * kStrip);
+      const __m512i p = _mm512_loadu_si512(position + s * kStrip);
+      _mm512_storeu_ps(scores + size, _mm512_maskz_compress_ps(take[s], v));
+      _mm512_storeu_si512(positions + size, _mm512_maskz_compress_epi32(take[s], p));
+      size += __builtin_popcount(take[s]);
+    };
+    // A branch per strip pays only when it can be predicted.
+    if (total > strips / 4) {
+      for (int s = 0; s < strips; ++s) append(s);
+    } else if (total > 0) {
+      for (int s = 0; s < strips; ++s) {
+        if (take[s] != 0) append(s);
+      }
+    }
 #else
-    for (int i = 0; i < 16; ++i) {
+    for (int i = 0; i < strips * kStrip; ++i) {
       if (position[i] < end) offer(score[i], position[i]);
     }
 #endif
@@ -174,49 +231,27 @@ struct TopK {
   // Keeps exactly the k best (all, if there are no more than k).
   void cut() {
     if (size <= k) return;
-    for (int i = 0; i < size; ++i) work[i] = ordered(scores[i]);
-    const int32_t worst = value_at_rank(work, size, k);
-    int better = 0;
-    for (int i = 0; i < size; ++i) better += ordered(scores[i]) > worst ? 1 : 0;
-    keep(worst, k - better);
+    const Ranked worst = value_at_rank(scores, size, k, work);
+    keep(worst.value, k - worst.larger);
+    threshold = worst.value;
   }
 
  private:
-  // Keeps everything above `worst` and the first `ties` entries equal to it.
-  void keep(int32_t worst, int ties) {
-    int kept = 0;
 #ifdef CEDAR_AVX512
-    const __m512i worst_v = _mm512_set1_epi32(worst);
-    int room_for_ties = ties;
-    for (int i = 0; i < size; i += 16) {
-      const __mmask16 valid = F32::mask(size - i);
-      const __m512 s = _mm512_loadu_ps(scores + i);
-      const __m512i p = _mm512_loadu_si512(positions + i);
-      const __m512i o = ordered(s);
-      __mmask16 take = _mm512_mask_cmpgt_epi32_mask(valid, o, worst_v);
-      uint32_t equal = _mm512_mask_cmpeq_epi32_mask(valid, o, worst_v);
-      if (equal != 0 && room_for_ties > 0) {
-        const int count = __builtin_popcount(equal);
-        if (count > room_for_ties) equal = lowest_bits(equal, room_for_ties);
-        room_for_ties -= __builtin_popcount(equal);
-        take = static_cast<__mmask16>(take | equal);
-      }
-      _mm512_storeu_ps(scores + kept, _mm512_maskz_compress_ps(take, s));
-      _mm512_storeu_si512(positions + kept, _mm512_maskz_compress_epi32(take, p));
-      kept += __builtin_popcount(take);
+  // Which entries pass the threshold, per strip; returns how many.
+  CEDAR_INLINE int admit(const float* score, const int32_t* position, int strips, int32_t end,
+                         uint16_t* take) const {
+    const __m512 threshold_v = _mm512_set1_ps(threshold);
+    const __m512i end_v = _mm512_set1_epi32(end);
+    int total = 0;
+    for (int s = 0; s < strips; ++s) {
+      const __mmask16 seen =
+          _mm512_cmplt_epi32_mask(_mm512_loadu_si512(position + s * kStrip), end_v);
+      take[s] = _mm512_mask_cmp_ps_mask(seen, _mm512_loadu_ps(score + s * kStrip), threshold_v,
+                                        _CMP_GT_OQ);
+      total += __builtin_popcount(take[s]);
     }
-#else
-    for (int i = 0; i < size; ++i) {
-      const int32_t o = ordered(scores[i]);
-      if (o < worst || (o == worst && ties-- <= 0)) continue;
-      scores[kept] = scores[i];
-      positions[kept] = positions[i];
-      ++kept;
-    }
-#endif
-    size = kept;
-    const int32_t bits = worst ^ ((worst >> 31) & 0x7fffffff);
-    threshold = float_of_bits(static_cast<uint32_t>(bits));
+    return total;
   }
 
   static CEDAR_INLINE uint32_t lowest_bits(uint32_t mask, int count) {
@@ -226,6 +261,38 @@ struct TopK {
       mask &= mask - 1;
     }
     return kept;
+  }
+#endif
+
+  // Keeps everything above `worst` and the first `ties` entries equal to it.
+  void keep(float worst, int ties) {
+    int kept = 0;
+#ifdef CEDAR_AVX512
+    const __m512 worst_v = _mm512_set1_ps(worst);
+    for (int i = 0; i < size; i += 16) {
+      const __mmask16 valid = F32::mask(size - i);
+      const __m512 s = _mm512_loadu_ps(scores + i);
+      const __m512i p = _mm512_loadu_si512(positions + i);
+      __mmask16 take = _mm512_mask_cmp_ps_mask(valid, s, worst_v, _CMP_GT_OQ);
+      uint32_t equal = _mm512_mask_cmp_ps_mask(valid, s, worst_v, _CMP_EQ_OQ);
+      if (equal != 0 && ties > 0) {
+        if (__builtin_popcount(equal) > ties) equal = lowest_bits(equal, ties);
+        ties -= __builtin_popcount(equal);
+        take = static_cast<__mmask16>(take | equal);
+      }
+      _mm512_storeu_ps(scores + kept, _mm512_maskz_compress_ps(take, s));
+      _mm512_storeu_si512(positions + kept, _mm512_maskz_compress_epi32(take, p));
+      kept += __builtin_popcount(take);
+    }
+#else
+    for (int i = 0; i < size; ++i) {
+      if (scores[i] < worst || (scores[i] == worst && ties-- <= 0)) continue;
+      scores[kept] = scores[i];
+      positions[kept] = positions[i];
+      ++kept;
+    }
+#endif
+    size = kept;
   }
 };
 
