@@ -56,13 +56,13 @@ def hidden_rows(model: CausalLM, ids: Tensor, rows: TrainingRows, kernels: Kerne
                 own = model.block(owner.layer_id)
                 u = now.u
                 if owner.layer_id != number:
-                    u = own.attention_input(now.stream, now_pre.t())
+                    u = own.attention_input(now.stream, boundary_pre)
                 own.attn.append(u, spans, rows, tables)
         y = block.attn(now.u, spans, spans, rows, tables)
         now = kernels.seam(y, now, _ffn_weights(block), shape)
         z = block.ffn(now.u)
         if number + 1 == len(blocks):
-            return kernels.leave(z, now, model.norm.weight, config.rms_norm_eps)
-        now_pre = now.pre
+            return kernels.leave(z, now, model.norm.weight, shape)
+        boundary_pre = now.mix[:, : config.hc_mult]
         now = kernels.seam(z, now, _attention_weights(blocks[number + 1]), shape)
     raise AssertionError("a model has at least one layer")

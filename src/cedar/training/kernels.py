@@ -1,7 +1,6 @@
 """The pieces of a training step, compiled or not: one object per run, handed to whoever needs it.
 
-Compilation needs a C++ compiler at run time; `Kernels(compiled=False)` gives the same functions in
-plain torch.
+Compilation needs a C++ compiler at run time; `Kernels()` gives the same functions in plain torch.
 """
 
 from __future__ import annotations
@@ -15,18 +14,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cedar.training import fused, pieces, rounding
+from cedar.training.native_step import NativeStep
 
 
-def compiler_available() -> bool:
-    """Whether a C++ compiler that `torch.compile` can use is on the path."""
-    return any(shutil.which(name) for name in ("g++", "clang++"))
+def find_compiler() -> str | None:
+    """The C++ compiler that `torch.compile` and `native_step` would use, if there is one."""
+    return shutil.which("g++") or shutil.which("clang++")
 
 
 class Kernels:
-    """Functions of `pieces` and `fused` as attributes, compiled for fixed shapes if asked."""
+    """Functions of `pieces` and `fused` as attributes, compiled for fixed shapes if asked.
 
-    def __init__(self, *, compiled: bool) -> None:
-        self.compiled = compiled
+    Args:
+        compiled: use `torch.compile`.   native: single-pass C++ for seams and softmax; only for
+            bfloat16 activations and four copies.
+    """
+
+    def __init__(self, *, compiled: bool = False, native: NativeStep | None = None) -> None:
+        self.native = native
 
         def prepared(function: Callable[..., Any]) -> Callable[..., Any]:
             if not compiled:
@@ -44,7 +49,7 @@ class Kernels:
         self.fake_fp8_tiles = prepared(rounding.fake_fp8_tiles)
         self.fake_act = prepared(rounding.fake_act)
         self.enter = prepared(fused.enter)
-        self.seam = prepared(fused.seam)
+        self.seam = prepared(fused.seam) if native is None else native.seam
         self.leave = prepared(fused.leave)
 
     def through_act(self, x: Tensor) -> Tensor:

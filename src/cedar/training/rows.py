@@ -97,11 +97,13 @@ class TrainingRows(DenseRows):
             self._near_mask = window_mask(shape)
         near = self.quantised(window, "window").unflatten(0, (self._batch, -1))
         far, far_mask = None, None
+        seen = torch.zeros(self._length, dtype=torch.int32)
         if spec.kv_owner is not None:
             far, far_mask = self.main[spec.kv_owner], self.allowed(spec)
+            seen = self.visible(spec).int()
         split = q.unflatten(0, (self._batch, -1))
         out = blocked_attention(
-            split, near, far, sink, self._near_mask, far_mask, shape, self._kernels
+            split, near, far, sink, self._near_mask, far_mask, seen, shape, self._kernels
         )
         return out.flatten(0, 1), None
 
