@@ -180,6 +180,11 @@ def test_a_control_token_is_not_put_together_from_text_and_template() -> None:
     ]
 
 
+def test_of_overlapping_control_tokens_the_longer_one_is_meant() -> None:
+    template = JinjaTemplate("<a><a>b", control_tokens=["<a>", "<a>b", ""])
+    assert template.render(HI) == [Marker("<a>"), Marker("<a>b")]
+
+
 def test_a_role_can_be_part_of_a_control_token() -> None:
     template = JinjaTemplate("<|{{ messages[0].role }}|>", control_tokens=["<|user|>"])
     assert template.render(HI) == [Marker("<|user|>")]

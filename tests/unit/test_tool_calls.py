@@ -165,6 +165,12 @@ def test_content_leaves_at_once_and_a_call_when_its_block_is_closed() -> None:
     assert parser.finish() == []
 
 
+def test_a_malformed_block_leaves_as_soon_as_it_is_one() -> None:
+    parser = ToolCallParser()
+    assert parser.push(OPEN) == []
+    assert parser.push(" are tags, ") == [ContentDelta(OPEN), ContentDelta(" are tags, ")]
+
+
 def test_a_call_has_the_shape_of_openai() -> None:
     assert ToolCallDelta(1, "id", "f", "{}").to_openai() == {
         "index": 1,
