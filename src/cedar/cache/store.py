@@ -77,6 +77,7 @@ class PrefixStore:
         self._counters = Counters()
         self._lookup = Lookup(self._shelf, root, self._counters)
         self._noted = time.monotonic()
+        self._attempt(lambda: None)
 
     def __enter__(self) -> PrefixStore:
         return self
@@ -182,12 +183,13 @@ class PrefixStore:
             with self._shelf.lock:
                 useless = self._shelf.space.unreachable()
             self._shelf.evict(useless)
-            self._shelf.shrink(min(slots, self._shelf.space.slots_used))
+            slots = min(budget.slots, self._shelf.space.slots_used)
+            self._shelf.shrink(slots, must=limit_bytes is not None)
             self._shelf.rewrite_index()
 
-        slots = self._shelf.budget.slots
+        budget = self._shelf.budget
         if limit_bytes is not None:
-            slots = Budget.of(limit_bytes, self.slot_bytes).slots
+            budget = Budget.of(limit_bytes, self.slot_bytes)
         self.flush()
         with self._writing:
             before = len(self._shelf.space)

@@ -30,7 +30,7 @@ class Lookup:
     def __init__(self, shelf: Shelf, root: bytes, counters: Counters) -> None:
         self._shelf, self._root, self._counters = shelf, root, counters
         self._touched: set[Ident] = set()
-        self._problems: dict[Ident, str] = {}
+        self._blamed: dict[Ident, Entry] = {}
         self.closed = False
 
     def contains_many(
@@ -89,14 +89,20 @@ class Lookup:
         with self._shelf.lock:
             entries = map(self._shelf.space.find, self._touched)
             used = {entry.info.ident: entry.used for entry in entries if entry is not None}
-            return used, dict(self._problems)
+            problems = {
+                ident: entry.problem
+                for ident, entry in self._blamed.items()
+                if entry.problem is not None and not entry.gone
+            }
+            self._blamed = {ident: self._blamed[ident] for ident in problems}
+            return used, problems
 
     def noted(self, used: Iterable[Ident], problems: Iterable[Ident]) -> None:
         """These are in the index now."""
         with self._shelf.lock:
             self._touched.difference_update(used)
             for ident in problems:
-                self._problems.pop(ident, None)
+                self._blamed.pop(ident, None)
 
     def _find(self, key: bytes, kind: RecordKind, max_depth: int | None) -> Entry | str:
         """The record to read, or the reason of the miss."""
@@ -133,7 +139,7 @@ class Lookup:
     def _set_aside(self, entry: Entry, problem: str) -> None:
         if entry.problem is None:
             self._shelf.space.set_aside(entry, problem)
-            self._problems[entry.info.ident] = problem
+            self._blamed[entry.info.ident] = entry
             self._counters.add(f"set_aside.{problem}")
 
     def _touch(self, found: Iterable[Entry | str]) -> None:

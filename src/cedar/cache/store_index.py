@@ -86,8 +86,11 @@ class StoreIndex:
                 self._db.execute(f"PRAGMA {pragma}").fetchall()
             if not self._db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
                 self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
-            if self._db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
-                raise sqlite3.DatabaseError("quick_check found damage")
+            if self._db.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok":
+                raise sqlite3.DatabaseError("integrity_check found damage")
+        except UnicodeDecodeError as error:
+            self._db.close()
+            raise _unreadable_message(error) from error
         except BaseException:
             self._db.close()
             raise
@@ -208,6 +211,9 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
     db.text_factory = _text
     try:
         db.execute("SELECT count(*) FROM records").fetchone()
+    except UnicodeDecodeError as error:
+        db.close()
+        raise _unreadable_message(error) from error
     except BaseException:
         db.close()
         raise
@@ -232,6 +238,11 @@ def read_counters(db: sqlite3.Connection) -> dict[str, int]:
     """The counters that outlive the process."""
     rows = db.execute("SELECT name, value FROM counters").fetchall()
     return {str(name): value for name, value in rows if isinstance(value, int)}
+
+
+def _unreadable_message(error: UnicodeDecodeError) -> sqlite3.DatabaseError:
+    # The message quotes a damaged name of the schema, and Python cannot decode it.
+    return sqlite3.DatabaseError(f"damaged schema: {error.object!r}")
 
 
 def _text(data: bytes) -> str:

@@ -13,7 +13,7 @@ from cedar.cache.store_format import RecordInfo, slots_for
 from cedar.cache.store_index import Ident
 from cedar.cache.store_records import Record, as_bytes
 from cedar.cache.store_shelf import Shelf
-from cedar.cache.store_space import Space
+from cedar.cache.store_space import Entry, Space
 
 _BATCH_BYTES = 32 << 20
 
@@ -88,7 +88,7 @@ def _choose(
             slots=(0,) * slots_for(len(payload), shelf.slot_bytes),
         )  # fmt: skip
         entry = space.find(info.ident)
-        if entry is not None and entry.problem is None and entry.info.depth <= info.depth:
+        if entry is not None and _is_as_good(entry, info):
             space.touch(entry)
             keep.add(info.ident)
             result.dropped["stored_already"] += 1
@@ -104,6 +104,12 @@ def _choose(
                 keep.add(ident)
     _touch_from_the_end(space, keep)
     return list(plan.values()), keep | plan.keys()
+
+
+def _is_as_good(entry: Entry, info: RecordInfo) -> bool:
+    """Whether what is stored under a record's name makes storing the record pointless."""
+    stored = entry.info
+    return entry.problem is None and stored.root == info.root and stored.depth <= info.depth
 
 
 def _parent_is_there(space: Space, info: RecordInfo, plan: dict[Ident, Planned]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class Shelf:
         try:
             self.reload()
             if self.space.num_slots > self.budget.slots:
-                self.shrink(self.budget.slots)
+                self.shrink(self.budget.slots, must=True)
             if self._index_path.stat().st_size > self.budget.index_pages * PAGE_BYTES:
                 self.rewrite_index()
         except BaseException:
@@ -83,7 +83,7 @@ class Shelf:
                 raise
             rows = None
         if rows is None:
-            rows = list(self.slab.scan())
+            rows = _without_copies(self.slab.scan())
             self._replace_index(rows, {})
             self._set_aside["index"] += bool(self.slab.num_slots)
         space = Space(self.budget.slots, self.slab.num_slots)
@@ -135,20 +135,30 @@ class Shelf:
             with self.lock:
                 self.space.resize(num_slots)
 
-    def shrink(self, num_slots: int) -> None:
-        """Cut the slab to this many slots: evict what is too much, move what lies behind."""
+    def shrink(self, num_slots: int, *, must: bool) -> None:
+        """Cut the slab to this many slots: evict what is too much, move what lies behind.
+
+        Args:
+            num_slots: slots to keep.
+            must: evict what cannot be moved, which only records of several slots can suffer; if
+                false, the slab stays longer instead.
+        """
         with self.lock:
             excess = self.space.slots_used - num_slots
             victims = self.space.victims(excess, set()) if excess > 0 else []
         self.evict(victims)
+        while True:
+            with self.lock:
+                behind = [e for e in self.space if max(e.info.slots) >= num_slots]
+                movable = self._movable(behind, num_slots)
+            if not movable:
+                break
+            self._move(movable)
+        if must:
+            self.evict(behind)
         with self.lock:
-            behind = [e for e in self.space if max(e.info.slots) >= num_slots and not e.readers]
-        for start in range(0, len(behind), self.rows_per_batch):
-            self._move(behind[start : start + self.rows_per_batch])
-        with self.lock:
-            # What is still being read behind the new end keeps its place until the next time.
-            end = self.space.end_of_used()
-        end = max(end, min(num_slots, self.space.num_slots))
+            # Slots that are still being read stay, moved or not.
+            end = max(self.space.end_of_used(), min(num_slots, self.space.num_slots))
         self.slab.resize(end)
         with self.lock:
             self.space.resize(end)
@@ -173,6 +183,18 @@ class Shelf:
         """Close all files."""
         self._close_index()
         self.slab.close()
+
+    def _movable(self, behind: Sequence[Entry], num_slots: int) -> list[Entry]:
+        """Records that fit the free slots in front, as many as one write may have."""
+        room = self.space.num_free_below(num_slots)
+        chosen = []
+        for entry in behind:
+            if len(chosen) == self.rows_per_batch:
+                break
+            if not entry.readers and len(entry.info.slots) <= room:
+                room -= len(entry.info.slots)
+                chosen.append(entry)
+        return chosen
 
     def _move(self, entries: Sequence[Entry]) -> None:
         """Copy records to the lowest free slots."""
@@ -257,6 +279,15 @@ class Shelf:
         if self._index is not None:
             self._index.close()
             self._index = None
+
+
+def _without_copies(infos: Iterable[RecordInfo]) -> list[RecordInfo]:
+    """One record of each name, that of the smallest depth: a slab also keeps what was replaced."""
+    best: dict[Ident, RecordInfo] = {}
+    for info in infos:
+        if info.ident not in best or info.depth < best[info.ident].depth:
+            best[info.ident] = info
+    return list(best.values())
 
 
 def _steps(items: Sequence[Ident], size: int) -> Iterator[Sequence[Ident]]:

@@ -213,6 +213,10 @@ class Space:
             heapq.heapify(self._free)
         self.num_slots = num_slots
 
+    def num_free_below(self, end: int) -> int:
+        """Free slots with a number below `end`."""
+        return sum(slot < end for slot in self._free)
+
     def end_of_used(self) -> int:
         """Slots up to and including the last one that is not free."""
         free = set(self._free)
