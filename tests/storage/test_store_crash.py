@@ -85,7 +85,7 @@ def test_after_200_kills_every_record_is_whole_and_none_is_lost(tmp_path: Path) 
     kill_and_check(tmp_path, 200, first_seed=1000)
 
 
-class PowerCut(Exception):
+class PowerCutError(Exception):
     """The machine is off."""
 
 
@@ -107,7 +107,7 @@ class CachedFiles(WatchedFiles):
             ]
             for fd, at, sector in self.rng.sample(sectors, self.rng.randint(0, len(sectors))):
                 os.pwrite(fd, sector, at)
-            raise PowerCut
+            raise PowerCutError
 
     def write_at(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
         self._note("write")
@@ -134,7 +134,7 @@ def write_until_power_cut(
             number, length = rng.randrange(12), rng.randrange(1, 12)
             store.put_many([*chain(number, length), window(number, length - 1)])
             acknowledged += chain(number, length)
-    except PowerCut:
+    except PowerCutError:
         if store is not None:
             # Without the orderly `close`, which would write.
             store._shelf.close()

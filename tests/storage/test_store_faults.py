@@ -187,7 +187,9 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
     mount = tmp_path / "small"
     mount.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", mount], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", mount],
+        capture_output=True,
+        check=False,
     )
     if done.returncode:
         pytest.skip("needs the right to mount a small file system")

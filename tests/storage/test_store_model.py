@@ -29,7 +29,9 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.directory = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+        self.directory = Path(
+            tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+        )
         self.store = open_store(self.directory, limit=LIMIT)
         self.put: dict[bytes, Record] = {}
         self.evicted = 0
@@ -95,5 +97,5 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
 TestStoreAgainstModel = StoreAgainstModel.TestCase
 TestStoreAgainstModel.settings = settings(
-    max_examples=25, stateful_step_count=15, deadline=None, derandomize=True
+    max_examples=18, stateful_step_count=15, deadline=None, derandomize=True
 )

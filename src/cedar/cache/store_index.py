@@ -45,6 +45,9 @@ _DAMAGE_CODES = (
     sqlite3.SQLITE_NOTADB,
 )
 
+#: Seconds the writer waits for readers to leave the log; they take well under a millisecond each.
+_PATIENCE = 0.05
+
 Ident = tuple[RecordKind, bytes]
 
 
@@ -75,7 +78,9 @@ class StoreIndex:
     def __init__(self, path: Path, files: FileSystem, *, max_pages: int, log_bytes: int) -> None:
         self._files, self._log_bytes = files, log_bytes
         self._log = path.with_name(path.name + "-wal")
-        self._db = sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False)
+        self._db = sqlite3.connect(
+            path, timeout=_PATIENCE, isolation_level=None, check_same_thread=False
+        )
         self._db.text_factory = _text
         try:
             for pragma in (
