@@ -52,8 +52,8 @@ void prepare(const Rows& rows, bool quantise, Path path, int64_t first, int64_t 
 void multiply(const Weight& weight, int64_t first_row, int64_t rows, const Operand& operand,
               int64_t first_column, int64_t columns, float* out, int64_t stride);
 
-// Scratch slots: below kMatmulSlot for callers.
-constexpr int kOperandSlot = 6, kOutputSlot = 7, kMatmulSlot = 10;
+// Scratch slots taken by a product (kMatmulSlot takes four); callers keep theirs from kFreeSlot on.
+constexpr int kOperandSlot = 0, kOutputSlot = 1, kMatmulSlot = 2, kFreeSlot = 6;
 
 }  // namespace CEDAR_ISA
 }  // namespace cedar

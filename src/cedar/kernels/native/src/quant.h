@@ -1,8 +1,8 @@
 // Rounding to and from the small number formats, a vector of values at a time.
 //
 // The rules are the model's semantics (specification section 5) and hold bit for bit. Written with
-// the compiler's vector types, which gcc and clang map to any instruction set; only the table
-// look-up of packed E2M1 has code of its own. No step depends on subnormal arithmetic of the
+// the compiler's vector types, which gcc and clang map to any instruction set; only narrow lanes and
+// the table look-up of packed E2M1 have code of their own. No step depends on subnormal arithmetic of the
 // machine: torch may have switched it off in the calling thread.
 #pragma once
 
@@ -21,8 +21,6 @@ constexpr int32_t kMagnitude = 0x7fffffff, kInfinity = 0x7f800000;
 constexpr int kLanes = F32::kLanes;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 typedef uint16_t CodePairs __attribute__((vector_size(16)));  // two E2M1 codes, a byte each
 typedef uint8_t Packed __attribute__((vector_size(8)));
 
@@ -38,16 +36,60 @@ CEDAR_INLINE void store_vector(void* p, V v) {
   std::memcpy(p, &v, sizeof v);
 }
 
+// Narrow lanes in memory to and from Ints; compilers do this badly by themselves.
+CEDAR_INLINE Ints load_bytes(const uint8_t* p) {
+#if defined(CEDAR_AVX512)
+  return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif defined(CEDAR_AVX2)
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+#else
+  return Ints{p[0], p[1], p[2], p[3]};
+#endif
+}
+
+CEDAR_INLINE Ints load_halves(const uint16_t* p) {
+#if defined(CEDAR_AVX512)
+  return (Ints)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(CEDAR_AVX2)
+  return (Ints)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  return Ints{p[0], p[1], p[2], p[3]};
+#endif
+}
+
+// Lanes must fit.
+CEDAR_INLINE void store_bytes(uint8_t* p, Ints v) {
+#if defined(CEDAR_AVX512)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(CEDAR_AVX2)
+  const __m256i gathered = _mm256_shuffle_epi8(
+      (__m256i)v, _mm256_set1_epi32(0x0c080400));  // the low byte of each lane, four times over
+  const int32_t words[2] = {_mm256_extract_epi32(gathered, 0), _mm256_extract_epi32(gathered, 4)};
+  std::memcpy(p, words, 8);
+#else
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint8_t>(v[i]);
+#endif
+}
+
+CEDAR_INLINE void store_halves(uint16_t* p, Ints v) {
+#if defined(CEDAR_AVX512)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)v));
+#elif defined(CEDAR_AVX2)
+  const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#else
+  for (int i = 0; i < kLanes; ++i) p[i] = static_cast<uint16_t>(v[i]);
+#endif
+}
+
 // ---- loading and storing a group ---------------------------------------------------------------
 
 template <int n>
 CEDAR_INLINE void load_values(const void* x, int dtype, int64_t offset, float* out) {
   if (dtype == kBfloat16) {
     const uint16_t* p = static_cast<const uint16_t*>(x) + offset;
-    for (int i = 0; i < n; i += kLanes) {
-      const Ints wide = __builtin_convertvector(load_vector<Halves>(p + i), Ints);
-      store_vector(out + i, wide << 16);
-    }
+    for (int i = 0; i < n; i += kLanes) store_vector(out + i, load_halves(p + i) << 16);
   } else {
     std::memcpy(out, static_cast<const float*>(x) + offset, n * sizeof(float));
   }
@@ -59,8 +101,7 @@ CEDAR_INLINE void store_exact(const float* x, void* out, int dtype, int64_t offs
   if (dtype == kBfloat16) {
     uint16_t* p = static_cast<uint16_t*>(out) + offset;
     for (int i = 0; i < n; i += kLanes) {
-      const Ints high = (load_vector<Ints>(x + i) >> 16) & 0xffff;
-      store_vector(p + i, __builtin_convertvector(high, Halves));
+      store_halves(p + i, (load_vector<Ints>(x + i) >> 16) & 0xffff);
     }
   } else {
     std::memcpy(static_cast<float*>(out) + offset, x, n * sizeof(float));
@@ -154,20 +195,20 @@ CEDAR_INLINE Floats e4m3_values(Ints code) {
 template <int n>
 CEDAR_INLINE void encode_e4m3(const float* x, float factor, uint8_t* codes) {
   for (int i = 0; i < n; i += kLanes) {
-    const Ints code = e4m3_codes(load_vector<Floats>(x + i) * factor);
-    store_vector(codes + i, __builtin_convertvector(code, Bytes));
+    store_bytes(codes + i, e4m3_codes(load_vector<Floats>(x + i) * factor));
   }
 }
 
 template <int n>
 CEDAR_INLINE void decode_e4m3(const uint8_t* codes, float scale, float* out) {
   for (int i = 0; i < n; i += kLanes) {
-    const Ints code = __builtin_convertvector(load_vector<Bytes>(codes + i), Ints);
-    store_vector(out + i, e4m3_values(code) * scale);
+    store_vector(out + i, e4m3_values(load_bytes(codes + i)) * scale);
   }
 }
 
-CEDAR_INLINE uint8_t encode_e4m3_one(float x) { return static_cast<uint8_t>(e4m3_codes(Floats{} + x)[0]); }
+CEDAR_INLINE uint8_t encode_e4m3_one(float x) {
+  return static_cast<uint8_t>(e4m3_codes(Floats{} + x)[0]);
+}
 
 // Replaces an activation group by what its quantised form means (specification 5.2); NaN if a value
 // is not finite. The result can overflow to infinity, as the formula says.
@@ -199,8 +240,7 @@ template <int n>
 CEDAR_INLINE void encode_e2m1(const float* scaled, uint8_t* packed) {
   alignas(64) uint8_t codes[n];
   for (int i = 0; i < n; i += kLanes) {
-    const Ints code = e2m1_codes(load_vector<Floats>(scaled + i));
-    store_vector(codes + i, __builtin_convertvector(code, Bytes));
+    store_bytes(codes + i, e2m1_codes(load_vector<Floats>(scaled + i)));
   }
   for (int i = 0; i < n; i += 16) {
     const CodePairs pairs = load_vector<CodePairs>(codes + i);

@@ -80,12 +80,12 @@ CEDAR_INLINE __m512i fp4_block(const uint8_t* packed, int16_t add) {
   return _mm512_permutexvar_epi16(codes, scaled);
 }
 
-CEDAR_INLINE __m512i fp8_block(const uint8_t* values, int16_t add) {
+// Any codes, NaN and the subnormal ones included.
+inline __m512i fp8_block_any(__m256i bytes, int16_t add) {
   // Magnitudes below 2^-6 (codes 0..7) are 0..7 times 2^-9; the look-up reads five bits.
   const __m512i small = _mm512_broadcast_i32x4(_mm_setr_epi16(
       0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
   constexpr __mmask32 kNonzero = 0xfefefefeu;
-  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
   const __m512i codes = _mm512_cvtepu8_epi16(bytes);
   const __m512i magnitude = _mm512_and_si512(codes, _mm512_set1_epi16(0x7f));
   const __m512i wide_add = _mm512_set1_epi16(add);
@@ -98,6 +98,20 @@ CEDAR_INLINE __m512i fp8_block(const uint8_t* values, int16_t add) {
   value = _mm512_mask_mov_epi16(value, is_nan, _mm512_set1_epi16(0x7fc0));
   const __m512i sign = _mm512_slli_epi16(_mm512_sub_epi16(codes, magnitude), 8);
   return _mm512_or_si512(value, sign);
+}
+
+CEDAR_INLINE __m512i fp8_block(const uint8_t* values, int16_t add) {
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
+  // Magnitude codes 8..126 are normal numbers; the others are rare enough for a branch.
+  const __m256i from_8 = _mm256_sub_epi8(_mm256_and_si256(bytes, _mm256_set1_epi8(0x7f)),
+                                         _mm256_set1_epi8(8));
+  if (__builtin_expect(_mm256_cmpgt_epu8_mask(from_8, _mm256_set1_epi8(126 - 8)) != 0, 0)) {
+    return fp8_block_any(bytes, add);
+  }
+  // Sign to bit 15, exponent and mantissa from bit 4 up.
+  const __m512i moved = _mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 4);
+  const __m512i placed = _mm512_and_si512(moved, _mm512_set1_epi16(static_cast<int16_t>(0x87f0)));
+  return _mm512_add_epi16(placed, _mm512_set1_epi16(static_cast<int16_t>(add + 120 * 128)));
 }
 
 // The same for any scale byte.
