@@ -17,6 +17,7 @@ _VERBS = {
     "compare": "cedar.cli.compare",
     "plan": "cedar.cli.plan",
     "page": "cedar.cli.page",
+    "bench": "cedar.cli.bench",
     "train": "cedar.cli.train",
     "cache": "cedar.cli.cache",
 }

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import logging
+
 from cedar.errors import UsageError
+from cedar.kernels.native.library import load
+from cedar.kernels.native.operators import NativeOperators
 from cedar.kernels.operators import Operators
 from cedar.kernels.reference import ReferenceOperators
+
+logger = logging.getLogger(__name__)
 
 
 def select_operators(name: str) -> Operators:
     """The operators for `kernels=name`.
 
     Args:
-        name: auto (the fastest that works here) or reference.
+        name: auto (native if it was built, else reference), native or reference.
 
     Raises:
-        UsageError: the name is unknown.
+        UsageError: the name is unknown, or native was asked for and is not there.
     """
-    if name in ("auto", "reference"):
+    if name not in ("auto", "native", "reference"):
+        raise UsageError(f"kernels={name!r} is not a choice; allowed: auto, native, reference")
+    if name == "reference":
         return ReferenceOperators()
-    raise UsageError(f"kernels={name!r} is not a choice; allowed: auto, reference")
+    library, reason = load()
+    if library is not None:
+        return NativeOperators(library)
+    if name == "native":
+        raise UsageError(f"native kernels are not available: {reason}")
+    logger.warning("using the reference operators: %s", reason)
+    return ReferenceOperators()

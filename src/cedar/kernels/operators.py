@@ -11,7 +11,9 @@ Legend for shapes:
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -39,6 +41,29 @@ class Expert(NamedTuple):
     w1: Weight
     w3: Weight
     w2: Weight
+
+
+class ExpertBank(tuple[Expert, ...]):
+    """The routed experts of one layer by id, with their addresses looked up once.
+
+    Weights must not move while it is in use.
+    """
+
+    @cached_property
+    def addresses(self) -> tuple[ctypes.Array[ctypes.c_void_p], ...]:
+        """C arrays for native kernels: values and scales of w1, of w3, of w2, by expert."""
+        tables: list[ctypes.Array[ctypes.c_void_p]] = []
+        for name in ("w1", "w3", "w2"):
+            tables += address_tables([getattr(expert, name) for expert in self])
+        return tuple(tables)
+
+
+def address_tables(weights: Sequence[Weight]) -> list[ctypes.Array[ctypes.c_void_p]]:
+    """Addresses of values and of scales (null for plain weights)."""
+    table = ctypes.c_void_p * len(weights)
+    values = table(*(w.values.data_ptr() for w in weights))
+    scales = table(*(None if w.scale is None else w.scale.data_ptr() for w in weights))
+    return [values, scales]
 
 
 class Mixes(NamedTuple):

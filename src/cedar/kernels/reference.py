@@ -139,13 +139,7 @@ class ReferenceOperators:
         return Routing(experts, weights * scale)
 
     def moe(
-        self,
-        x: Tensor,
-        routing: Routing,
-        experts: Sequence[Expert],
-        shared: Expert,
-        *,
-        limit: float,
+        self, x: Tensor, routing: Routing, experts: Sequence[Expert], shared: Expert, *, limit: float
     ) -> Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert_id, expert in enumerate(experts):

@@ -5,13 +5,11 @@ Module names follow the released checkpoint: `gate`, `experts.{e}`, `shared_expe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
 from cedar.config.model_config import ModelConfig, WeightDtype
-from cedar.kernels.operators import Expert, Operators, Routing
+from cedar.kernels.operators import Expert, ExpertBank, Operators, Routing
 from cedar.model.layers import Linear
 
 
@@ -54,11 +52,16 @@ class MoE(nn.Module):
             SwiGLU(width, inner, config.expert_dtype, ops) for _ in range(config.n_routed_experts)
         )
         self.shared_experts = SwiGLU(width, inner, config.dense_dtype, ops)
+        self._bank: ExpertBank | None = None
 
-    def _experts(self) -> Iterator[SwiGLU]:
-        for expert in self.experts:
-            assert isinstance(expert, SwiGLU)
-            yield expert
+    def _routed(self) -> ExpertBank:
+        """The routed experts as the operators take them; looked up again only if weights were replaced."""
+        first = self.experts[0]
+        assert isinstance(first, SwiGLU)
+        if self._bank is None or self._bank[0].w1.values is not first.w1.weight:
+            packed = (e.packed for e in self.experts if isinstance(e, SwiGLU))
+            self._bank = ExpertBank(packed)
+        return self._bank
 
     def route(self, x: Tensor) -> Routing:
         """Experts and weights of each row of `x [N, D]`."""
@@ -74,7 +77,5 @@ class MoE(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        experts = [expert.packed for expert in self._experts()]
-        shared = self.shared_experts.packed
-        limit = self._config.swiglu_limit
-        return self._ops.moe(x, self.route(x), experts, shared, limit=limit)
+        shared, limit = self.shared_experts.packed, self._config.swiglu_limit
+        return self._ops.moe(x, self.route(x), self._routed(), shared, limit=limit)

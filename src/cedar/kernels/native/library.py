@@ -25,6 +25,16 @@ SIGNATURES = {
     "load_rows": "pqqpqiqpiqi",
     "fake_quantise": "piqqqpiqi",
     "linear": "piqqppiqqipiqi",
+    "rms_norm": "piqqpifpi",
+    "rotate": "piqqqpqipi",
+    "hc_mixes": "piqqqpppiffpppi",
+    "hc_collapse": "piqqqppifpi",
+    "hc_expand": "ppiqqqpppi",
+    "pool_groups": "ppqqqpi",
+    "route": "piqqpipqqqiifppi",
+    "moe": "piqqqqqppippppppippfpi",
+    "index_topk": "pppqpqippiiiippiipi",
+    "sparse_attention": "ppipqpppqpqpqippipfiiippi",
 }
 
 #: Meaning of a kernel's return value; `Status` in exports.cpp.

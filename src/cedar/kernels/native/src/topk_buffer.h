@@ -166,7 +166,7 @@ struct TopK {
   // Large enough that a cut, which costs a few passes over the buffer, is rare; small enough that
   // the threshold, which only a cut moves, stays useful.
   static int capacity_for(int k) {
-    const int extra = 3 * k;
+    const int extra = 1 * k;
     return k + (extra < kMostOffered ? kMostOffered : extra > 3072 ? 3072 : extra);
   }
   static size_t room(int capacity) { return static_cast<size_t>(capacity) + kStrip; }
@@ -205,22 +205,22 @@ struct TopK {
       cut();
       total = admit(score, position, strips, end, take);
     }
+    if (total == 0) return;
     // Compressed in registers: the form that writes to memory is microcoded on some processors.
-    const auto append = [&](int s) {
+    float* const to_scores = scores;
+    int32_t* const to_positions = positions;
+    int at = size;
+    // A branch per strip pays only when it can be predicted.
+    const bool always = total > strips / 4;
+    for (int s = 0; s < strips; ++s) {
+      if (!always && take[s] == 0) continue;
       const __m512 v = _mm512_loadu_ps(score + s * kStrip);
       const __m512i p = _mm512_loadu_si512(position + s * kStrip);
-      _mm512_storeu_ps(scores + size, _mm512_maskz_compress_ps(take[s], v));
-      _mm512_storeu_si512(positions + size, _mm512_maskz_compress_epi32(take[s], p));
-      size += __builtin_popcount(take[s]);
-    };
-    // A branch per strip pays only when it can be predicted.
-    if (total > strips / 4) {
-      for (int s = 0; s < strips; ++s) append(s);
-    } else if (total > 0) {
-      for (int s = 0; s < strips; ++s) {
-        if (take[s] != 0) append(s);
-      }
+      _mm512_storeu_ps(to_scores + at, _mm512_maskz_compress_ps(take[s], v));
+      _mm512_storeu_si512(to_positions + at, _mm512_maskz_compress_epi32(take[s], p));
+      at += __builtin_popcount(take[s]);
     }
+    size = at;
 #else
     for (int i = 0; i < strips * kStrip; ++i) {
       if (position[i] < end) offer(score[i], position[i]);

@@ -1,0 +1,146 @@
+"""`cedar bench kernels | offline | scaling`: ratios taken in one run, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from cedar.errors import UsageError
+from cedar.units import format_bytes, format_flops, format_seconds
+
+
+@click.group()
+def bench() -> None:
+    """Measure this machine: A and B interleaved in one run, medians and spread of their ratio."""
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _backends() -> tuple[Any, Any]:
+    from cedar.kernels.backends import select_operators
+
+    native = select_operators("native")
+    return native, select_operators("reference")
+
+
+def _emit(document: dict[str, Any], table: list[str], as_json: bool) -> None:
+    click.echo(json.dumps(document) if as_json else "\n".join(table))
+
+
+_ROUNDS = click.option("--rounds", type=click.IntRange(min=5), default=7, show_default=True)
+_JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+
+
+@bench.command()
+@_ROUNDS
+@_JSON
+def kernels(rounds: int, as_json: bool) -> None:
+    """Native operators against reference operators and against the machine's ceilings."""
+    from cedar.bench.ceilings import measure_ceilings
+    from cedar.bench.kernels import run_cases
+    from cedar.bench.record import environment
+
+    native, reference = _backends()
+    ceilings = measure_ceilings()
+    table = [
+        f"ceilings: bf16 GEMM {format_flops(ceilings.bf16_flops)}/s, memory read "
+        f"{format_bytes(ceilings.read_bytes)}/s, {ceilings.threads} threads",
+        f"{'operator':<26}{'shape':<42}{native.name:>16}{'reference':>12}{'ratio':>8}"
+        f"{'quartiles':>16}{'of ceiling':>12}",
+    ]
+    results = []
+    for result in run_cases(native, reference, ceilings, rounds=rounds):
+        ratio = result.ratio
+        share = "-" if result.fraction is None else f"{result.fraction:.0%}"
+        line = (
+            f"{result.case.name:<26}{result.case.shape:<42}{format_seconds(ratio.a_seconds):>16}"
+            f"{format_seconds(ratio.b_seconds):>12}{ratio.speedup:>7.1f}x"
+            f"{f'{ratio.low:.1f}..{ratio.high:.1f}':>16}{share:>12}"
+        )
+        _say(line)
+        table.append(line)
+        results.append(result.to_dict())
+    document = {"environment": environment(), "ceilings": ceilings.to_dict(), "results": results}
+    _emit(document, table, as_json)
+
+
+@bench.command()
+@click.option("--preset", "preset_name", default="article-thin", show_default=True)
+@_ROUNDS
+@_JSON
+def offline(preset_name: str, rounds: int, as_json: bool) -> None:
+    """Prefill, decode, CED and batching of a whole model, as ratios."""
+    from cedar.bench.offline import run_offline, step_breakdown
+    from cedar.bench.record import environment
+
+    native, reference = _backends()
+    header = f"{'what':<40}{'A':<12}{'B':<14}{'A':>10}{'B':>10}{'B / A':>8}{'quartiles':>16}"
+    table = [f"{preset_name}, kernels {native.name}", header]
+    _say("\n".join(table))
+    results = []
+    for result in run_offline(native, reference, preset_name=preset_name, rounds=rounds):
+        ratio = result.ratio
+        line = (
+            f"{result.name:<40}{result.a:<12}{result.b:<14}{format_seconds(ratio.a_seconds):>10}"
+            f"{format_seconds(ratio.b_seconds):>10}{ratio.speedup:>7.2f}x"
+            f"{f'{ratio.low:.2f}..{ratio.high:.2f}':>16}  {result.note}"
+        )
+        _say(line)
+        table.append(line)
+        results.append(result.to_dict())
+    step = step_breakdown(native, preset_name)
+    table.append(f"a decode step of {step.milliseconds:.2f} ms goes to:")
+    table += [f"  {name:<28}{ms:8.3f} ms" for name, ms in step.operators.items()]
+    document = {
+        "environment": environment(), "preset": preset_name, "kernels": native.name,
+        "results": results, "step_milliseconds": step.operators,
+    }  # fmt: skip
+    _emit(document, table, as_json)
+
+
+@bench.command()
+@click.option("--preset", "preset_name", default="nano", show_default=True)
+@click.option("--contexts", default="4096,65536,262144", show_default=True)
+@click.option("--long", "long_length", type=int, default=0, help="Also one prefill of this length.")
+@_JSON
+def scaling(preset_name: str, contexts: str, long_length: int, as_json: bool) -> None:
+    """Decode steps and prefill memory at growing contexts (random weights of a preset)."""
+    try:
+        lengths = sorted({int(part) for part in contexts.split(",")})
+    except ValueError:
+        raise UsageError(f"--contexts {contexts!r} must be integers separated by commas") from None
+    if not lengths or lengths[0] < 1 or long_length < 0:
+        raise UsageError("--contexts and --long must be positive token counts")
+    from cedar.bench.record import environment
+    from cedar.bench.scaling import decode_scaling, long_prefill, prefill_scratch
+    from cedar.config.presets import preset
+    from cedar.loading import from_config
+
+    native, _ = _backends()
+    model = from_config(preset(preset_name), ops=native)
+    document: dict[str, Any] = {"environment": environment(), "preset": preset_name}
+    document["scratch"] = prefill_scratch(model, (4096, 32768), _say)
+    document["decode"] = decode_scaling(model, lengths, _say)
+    table = ["prefill scratch beyond the state"]
+    table += [
+        f"  {row['length']:>10,} tokens  {format_bytes(row['peak_scratch_bytes']):>12}"
+        for row in document["scratch"]
+    ]
+    table.append("decode step at a context")
+    table += [
+        f"  {row['context']:>10,} tokens  {format_seconds(row['step_seconds']):>10}  "
+        f"{row['over_first']:.2f}x of the first; prefill {row['prefill_tokens_per_second']:,.0f} tokens/s"
+        for row in document["decode"]
+    ]
+    if long_length:
+        document["long"] = row = long_prefill(model, long_length, _say)
+        table.append(
+            f"prefill of {row['length']:,} tokens: {format_seconds(row['prefill_seconds'])}, "
+            f"{row['tokens_per_second']:,.0f} tokens/s, KV {format_bytes(row['kv_bytes'])}, peak "
+            f"{format_bytes(row['peak_bytes'])}, step {format_seconds(row['step_seconds'])}"
+        )
+    _emit(document, table, as_json)

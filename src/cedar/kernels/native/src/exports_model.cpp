@@ -1,0 +1,114 @@
+// Exported entry points of the row-wise kernels and the mixture of experts: check what C cannot, then
+// forward to the variant in use. Compiled once, for the baseline instruction set. Return 0 or a Status
+// of exports.cpp.
+#include "cedar_native.h"
+#include "glue.h"
+#include "moe.h"
+
+CEDAR_VARIANTS(int, rms_norm, (const cedar::NormCall& call))
+CEDAR_VARIANTS(int, rotate, (const cedar::RotateCall& call))
+CEDAR_VARIANTS(int, hc_mixes, (const cedar::MixesCall& call))
+CEDAR_VARIANTS(int, hc_collapse, (const cedar::CollapseCall& call))
+CEDAR_VARIANTS(int, hc_expand, (const cedar::ExpandCall& call))
+CEDAR_VARIANTS(int, pool_groups, (const cedar::PoolCall& call))
+CEDAR_VARIANTS_AMX(int, moe, (const cedar::MoeCall& call))
+CEDAR_VARIANTS_AMX(int, route, (const cedar::RouteCall& call))
+
+namespace {
+
+constexpr int kBadWidth = 1, kOutOfRange = 2, kBadKind = 3;
+
+bool is_activation(int32_t dtype) { return dtype == 0 || dtype == 1; }
+
+}  // namespace
+
+CEDAR_API int cedar_rms_norm(const void* x, int32_t dtype, int64_t n, int64_t width,
+                             const void* weight, int32_t weight_dtype, float eps, void* out,
+                             int32_t nthreads) {
+  if (!is_activation(dtype) || !is_activation(weight_dtype)) return kBadKind;
+  const cedar::NormCall call = {x, dtype, n, width, weight, weight_dtype, eps, out, nthreads};
+  CEDAR_CALL(rms_norm, (call));
+}
+
+CEDAR_API int cedar_rotate(const void* x, int32_t dtype, int64_t n, int64_t per_row, int64_t width,
+                           const float* cos_sin, int64_t rope, int32_t inverse, void* out,
+                           int32_t nthreads) {
+  if (!is_activation(dtype)) return kBadKind;
+  if (rope > width || rope % 2 != 0) return kBadWidth;
+  const cedar::RotateCall call = {x,    dtype,        n,   per_row, width, cos_sin,
+                                  rope, inverse != 0, out, nthreads};
+  CEDAR_CALL(rotate, (call));
+}
+
+CEDAR_API int cedar_hc_mixes(const void* stream, int32_t dtype, int64_t n, int64_t copies,
+                             int64_t width, const float* fn, const float* base, const float* scale,
+                             int32_t iterations, float eps, float norm_eps, float* pre, float* post,
+                             float* comb, int32_t nthreads) {
+  if (!is_activation(dtype)) return kBadKind;
+  if (copies < 1 || copies > 8) return kBadWidth;
+  const cedar::MixesCall call = {stream,     dtype, n,        copies, width, fn,   base,    scale,
+                                 iterations, eps,   norm_eps, pre,    post,  comb, nthreads};
+  CEDAR_CALL(hc_mixes, (call));
+}
+
+CEDAR_API int cedar_hc_collapse(const void* stream, int32_t dtype, int64_t n, int64_t copies,
+                                int64_t width, const float* pre, const void* weight,
+                                int32_t weight_dtype, float eps, void* out, int32_t nthreads) {
+  if (!is_activation(dtype) || !is_activation(weight_dtype)) return kBadKind;
+  const cedar::CollapseCall call = {stream, dtype,        n,   copies, width,   pre,
+                                    weight, weight_dtype, eps, out,    nthreads};
+  CEDAR_CALL(hc_collapse, (call));
+}
+
+CEDAR_API int cedar_hc_expand(const void* y, const void* stream, int32_t dtype, int64_t n,
+                              int64_t copies, int64_t width, const float* post, const float* comb,
+                              void* out, int32_t nthreads) {
+  if (!is_activation(dtype)) return kBadKind;
+  if (copies < 1 || copies > 8) return kBadWidth;
+  const cedar::ExpandCall call = {y, stream, dtype, n, copies, width, post, comb, out, nthreads};
+  CEDAR_CALL(hc_expand, (call));
+}
+
+CEDAR_API int cedar_pool_groups(const float* kv, const float* gate, int64_t groups, int64_t ratio,
+                                int64_t width, float* out, int32_t nthreads) {
+  const cedar::PoolCall call = {kv, gate, groups, ratio, width, out, nthreads};
+  CEDAR_CALL(pool_groups, (call));
+}
+
+CEDAR_API int cedar_moe(const void* x, int32_t dtype, int64_t n, int64_t width, int64_t inner,
+                        int64_t experts, int64_t chosen, const int64_t* ids, const float* weights,
+                        int32_t kind, const void* const* w1, const uint8_t* const* s1,
+                        const void* const* w3, const uint8_t* const* s3, const void* const* w2,
+                        const uint8_t* const* s2, int32_t shared_kind, const void* const* shared,
+                        const uint8_t* const* shared_scales, float limit, void* out,
+                        int32_t nthreads) {
+  if (!is_activation(dtype) || kind < 0 || kind > 3 || shared_kind < 0 || shared_kind > 3) {
+    return kBadKind;
+  }
+  if ((kind > 1 || shared_kind > 1) && (width % 32 != 0 || inner % 32 != 0)) return kBadWidth;
+  for (int64_t s = 0; s < n * chosen; ++s) {
+    if (ids[s] < 0 || ids[s] >= experts) return kOutOfRange;
+  }
+  const cedar::MoeCall call = {
+      x, dtype, n, width, inner, experts, chosen, ids, weights, kind,
+      {w1, s1}, {w3, s3}, {w2, s2}, shared_kind,
+      {shared_kind, shared[0], shared_scales[0], inner, width},
+      {shared_kind, shared[1], shared_scales[1], inner, width},
+      {shared_kind, shared[2], shared_scales[2], width, inner},
+      limit, out, nthreads};
+  CEDAR_CALL_AMX(moe, (call));
+}
+
+CEDAR_API int cedar_route(const void* x, int32_t dtype, int64_t n, int64_t width, const void* gate,
+                          int32_t gate_dtype, const float* bias, int64_t bias_stride,
+                          int64_t experts, int64_t chosen, int32_t scoring, int32_t normalise,
+                          float scale, int64_t* ids, float* weights, int32_t nthreads) {
+  if (!is_activation(dtype) || !is_activation(gate_dtype) || scoring < 0 || scoring > 2) {
+    return kBadKind;
+  }
+  if (chosen < 1 || chosen > experts) return kOutOfRange;
+  const cedar::RouteCall call = {x,           dtype,   n,      width,   gate,           gate_dtype,
+                                 bias,        bias_stride, experts, chosen, scoring, normalise != 0,
+                                 scale,       ids,     weights, nthreads};
+  CEDAR_CALL_AMX(route, (call));
+}
