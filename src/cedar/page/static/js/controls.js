@@ -1,0 +1,113 @@
+// The page's state and its controls. The state is kept in the address after `#`, so that what is
+// shown can be shared and printed; nothing else is stored.
+
+import { count } from "cedar/format.js";
+import { html } from "cedar/svg.js";
+import { CONTROLS } from "cedar/view.js";
+
+const find = (id) => document.getElementById(id);
+
+/** First state: what the address says, else what the file says, else what the browser prefers. */
+export function firstState(data, languages) {
+  const asked = new URLSearchParams(location.hash.slice(1));
+  const one = (name, allowed, otherwise) => (allowed.includes(asked.get(name)) ? asked.get(name) : otherwise);
+  const models = data.models.map((model) => model.name);
+  const preferred = navigator.languages.map((tag) => tag.slice(0, 2)).find((tag) => languages.includes(tag));
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  const state = {
+    model: one("model", models, models[0]),
+    flow: one("flow", data.flows, data.controls.flow),
+    language: one("language", languages, preferred ?? languages[0]),
+    theme: one("theme", ["light", "dark"], dark ? "dark" : "light"),
+  };
+  for (const name of CONTROLS) {
+    state[name] = asked.has(name) ? wholeNumber(asked.get(name)) : data.controls[name];
+  }
+  return state;
+}
+
+export function remember(state) {
+  const address = new URLSearchParams(Object.entries(state).map(([name, value]) => [name, String(value)]));
+  history.replaceState(null, "", `#${address}`);
+}
+
+/** "30,000" or "30000" as a number; NaN for what is no number. */
+export const wholeNumber = (text) =>
+  /^\s*[+-]?\d[\d,_ ]*(\.\d+)?\s*$/.test(text) ? Number(text.replace(/[,_\s]/g, "")) : NaN;
+
+export const modelTitle = (t, name, words) => (`model.${name}` in words ? t(`model.${name}`) : name);
+
+// A slider is logarithmic: 1 at the left, the model's context at the right, two digits in between.
+const STEPS = 1000;
+const toSlider = (value, limit) => Math.round((STEPS * Math.log(Math.max(1, value))) / Math.log(limit));
+
+function fromSlider(step, limit) {
+  const value = Math.exp((step / STEPS) * Math.log(limit));
+  return Math.min(limit, Math.max(1, Number(value.toPrecision(2))));
+}
+
+/** Makes the three number fields; `change(name, value)` hears of every new number. */
+export function makeNumberFields(change) {
+  for (const place of document.querySelectorAll("[data-number]")) {
+    const name = place.dataset.number;
+    const heard = (event) => change(name, wholeNumber(event.target.value), event.target.value);
+    const box = html("input", {
+      id: name, type: "text", inputmode: "numeric", spellcheck: "false", "aria-describedby": "problem",
+      oninput: heard,
+      onchange: (event) => {
+        const value = wholeNumber(event.target.value);
+        if (Number.isFinite(value)) event.target.value = count(value);
+      },
+    });
+    const slider = html("input", {
+      id: `${name}-slider`, type: "range", min: 0, max: STEPS, tabindex: -1, "aria-hidden": "true",
+      oninput: (event) => {
+        const value = fromSlider(Number(event.target.value), Number(slider.dataset.limit));
+        box.value = count(value);
+        change(name, value, box.value);
+      },
+    });
+    place.replaceChildren(html("label", { for: name, "data-t": `control.${name}` }), box, slider);
+  }
+}
+
+/** Makes the controls show the state. A number that is being typed is left alone. */
+export function showControls(t, words, data, state) {
+  const model = data.models.find(({ name }) => name === state.model);
+  fillModels(t, words, data, state.model);
+  find("flow").replaceChildren(...data.flows.map((flow) => flowChoice(t, flow, model, state.flow)));
+  for (const name of CONTROLS) {
+    const [box, slider] = [find(name), find(`${name}-slider`)];
+    if (document.activeElement !== box && Number.isFinite(state[name])) box.value = count(state[name]);
+    slider.dataset.limit = model.max_tokens - 1;
+    if (document.activeElement !== slider) slider.value = toSlider(state[name], model.max_tokens - 1);
+  }
+  find("request-summary").textContent = t("control.summary", {
+    model: modelTitle(t, state.model, words), input: count(state.input_tokens), output: count(state.output_tokens),
+  });
+}
+
+function fillModels(t, words, data, chosen) {
+  const select = find("model");
+  select.replaceChildren(...data.models.map(({ name }) => {
+    const option = new Option(modelTitle(t, name, words), name);
+    option.selected = name === chosen;
+    return option;
+  }));
+}
+
+function flowChoice(t, flow, model, chosen) {
+  const reason = model.flows[flow].unavailable;
+  const title = reason ? t("flow.unavailable", { reason }) : null;
+  return html("label", { title },
+    html("input", { type: "radio", name: "flow", value: flow, checked: flow === chosen, disabled: Boolean(reason) }),
+    html("span", {}, t(`flow.${flow}`)));
+}
+
+/** Says what is wrong with the request, or clears it. */
+export function showProblem(text, field) {
+  const place = find("problem");
+  place.hidden = !text;
+  if (place.textContent !== text) place.textContent = text ?? "";
+  for (const name of CONTROLS) find(name).setAttribute("aria-invalid", name === field);
+}
