@@ -1,222 +1,288 @@
-// Mixture of experts (specification 4.10): rows are grouped by expert, each expert runs its three
-// projections on its rows, results are added in float32 in ascending expert id, the shared expert
-// last, and rounded once.
+// Mixture of experts (specification 4.10). Rows are grouped by expert; all experts run side by side.
 //
-// A row's bits do not depend on the other rows: the projections are batch-invariant and the order of
-// the sum is the order of expert ids.
+//   gather   rows of each group as operands of its first projections
+//   hidden   silu(gate) * up * routing weight, per block of hidden channels
+//   gather   hidden rows as operands of the last projection
+//   sum      per block of output channels: experts in ascending id, then the shared one, one rounding
+//
+// A row's bits do not depend on the other rows: the products are batch-invariant and the order of the
+// sum is the order of expert ids. So a long call is cut into batches that bound its memory.
 #include "moe.h"
 
-#include <cmath>
-
-#include "simd.h"
+#include "cedar_native.h"
+#include "matmul.h"
+#include "quant.h"
 #include "thread_pool.h"
+#include "values.h"
 
 namespace cedar {
 namespace CEDAR_ISA {
-
-int linear(const LinearCall& call);
-
 namespace {
 
-constexpr int kLanes = F32::kLanes;
-// Scratch slots of this file; projections inside it use others.
-constexpr int kOrderSlot = 8, kRowsSlot = 9, kGateSlot = 11, kUpSlot = 12, kDownSlot = 13,
-              kSumSlot = 14;
+enum Slot { kPlanSlot = kFreeSlot, kInputSlot, kHiddenSlot, kInnerSlot, kUpSlot, kSumSlot };
 
-CEDAR_INLINE int64_t value_bytes(int32_t dtype) { return dtype == kFloat32Weight ? 4 : 2; }
+constexpr int64_t kStripColumns = 256;         // rows of a group handled together
+constexpr int64_t kBatchValues = 1ll << 26;    // bound of gathered and hidden values of one batch
 
-CEDAR_INLINE F32 load_value(const void* p, int32_t dtype, int64_t at, int n) {
-  if (dtype == kFloat32Weight) {
-    const float* from = static_cast<const float*>(p) + at;
-    return n >= kLanes ? F32::load(from) : F32::load(from, n);
+// The rows one expert works on: positions [first, first + count) of the batch.
+struct Group {
+  Weight gate, up, down;
+  int64_t first, count;
+  void* input;  // operand of gate and up
+  void* inner;  // operand of down
+};
+
+// A piece of a group small enough for one chunk.
+struct Strip {
+  int32_t group;
+  int64_t first, count;  // columns of the group's operand
+};
+
+// One batch of rows, sorted by expert. Positions count slots in order of (expert, row), then the rows
+// again for the shared expert.
+struct Plan {
+  const MoeCall* call;
+  int64_t row, rows;  // the call's rows of this batch
+  int64_t positions;
+  int32_t* row_of;    // position -> row of the batch
+  float* weight_of;   // position -> routing weight
+  Group* groups;
+  int64_t num_groups;
+  Strip* strips;
+  int64_t num_strips;
+  char* hidden;       // [positions, inner] in the call's dtype
+};
+
+bool is_packed(int32_t kind) { return kind == kFp8Weight || kind == kFp4Weight; }
+
+Path path_of(const MoeCall& call, int32_t kind) {
+  return choose_path(kind, call.dtype, is_packed(kind));
+}
+
+// Memory handed out piece by piece, aligned; sized by a first walk without memory.
+struct Arena {
+  char* base;
+  size_t used;
+
+  template <class T>
+  T* take(int64_t count) {
+    T* const at = reinterpret_cast<T*>(base + used);
+    used += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    return at;
   }
-  const uint16_t* from = static_cast<const uint16_t*>(p) + at;
-  return n >= kLanes ? F32::load_bf16(from) : F32::load_bf16(from, n);
+};
+
+// ---- planning ----------------------------------------------------------------------------------
+
+Weight routed_weight(const ExpertWeights& all, int64_t expert, int32_t kind, int64_t out, int64_t in) {
+  return {kind, all.values[expert], all.scales[expert], out, in};
 }
 
-CEDAR_INLINE void store_value(F32 x, void* p, int32_t dtype, int64_t at, int n) {
-  if (dtype == kFloat32Weight) {
-    float* to = static_cast<float*>(p) + at;
-    if (n >= kLanes) x.store(to);
-    else x.store(to, n);
-    return;
+void lay_out(Plan& plan, Arena& arena) {
+  const MoeCall& call = *plan.call;
+  plan.positions = plan.rows * (call.chosen + 1);
+  const int64_t groups = (call.experts < plan.rows * call.chosen ? call.experts
+                                                                 : plan.rows * call.chosen) + 1;
+  plan.row_of = arena.take<int32_t>(plan.positions);
+  plan.weight_of = arena.take<float>(plan.positions);
+  plan.groups = arena.take<Group>(groups);
+  plan.strips = arena.take<Strip>(groups + plan.positions / kStripColumns + 1);
+}
+
+// Counting sort of the choices by expert, rows ascending; `next` has room for experts + 1.
+void sort_rows(Plan& plan, int64_t* next) {
+  const MoeCall& call = *plan.call;
+  const int64_t slots = plan.rows * call.chosen;
+  const int64_t* ids = call.ids + plan.row * call.chosen;
+  const float* weights = call.weights + plan.row * call.chosen;
+  for (int64_t e = 0; e <= call.experts; ++e) next[e] = 0;
+  for (int64_t s = 0; s < slots; ++s) ++next[ids[s] + 1];
+  plan.num_groups = 0;
+  for (int64_t e = 0; e < call.experts; ++e) {
+    const int64_t count = next[e + 1];
+    next[e + 1] += next[e];
+    if (count == 0) continue;
+    plan.groups[plan.num_groups++] = {
+        routed_weight(call.gate, e, call.kind, call.inner, call.width),
+        routed_weight(call.up, e, call.kind, call.inner, call.width),
+        routed_weight(call.down, e, call.kind, call.width, call.inner),
+        next[e], count, nullptr, nullptr};
   }
-  uint16_t* to = static_cast<uint16_t*>(p) + at;
-  if (n >= kLanes) x.store_bf16(to);
-  else x.store_bf16(to, n);
+  for (int64_t s = 0; s < slots; ++s) {
+    const int64_t position = next[ids[s]]++;
+    plan.row_of[position] = static_cast<int32_t>(s / call.chosen);
+    plan.weight_of[position] = weights[s];
+  }
+  plan.groups[plan.num_groups++] = {call.shared_gate, call.shared_up, call.shared_down,
+                                    slots, plan.rows, nullptr, nullptr};
+  for (int64_t r = 0; r < plan.rows; ++r) {
+    plan.row_of[slots + r] = static_cast<int32_t>(r);
+    plan.weight_of[slots + r] = 1.f;
+  }
+  plan.num_strips = 0;
+  for (int64_t g = 0; g < plan.num_groups; ++g) {
+    const int64_t count = plan.groups[g].count;
+    for (int64_t c = 0; c < count; c += kStripColumns) {
+      plan.strips[plan.num_strips++] = {static_cast<int32_t>(g), c,
+                                        count - c < kStripColumns ? count - c : kStripColumns};
+    }
+  }
 }
 
-CEDAR_INLINE int left(int64_t at, int64_t width) {
-  return width - at < kLanes ? static_cast<int>(width - at) : kLanes;
+// ---- operands ----------------------------------------------------------------------------------
+
+// Gives every group its operand memory; a single row has one input for all groups of a kind.
+void place_operands(Plan& plan, bool inner, Arena& arena) {
+  const MoeCall& call = *plan.call;
+  for (int64_t g = 0; g < plan.num_groups; ++g) {
+    Group& group = plan.groups[g];
+    if (!inner && plan.rows == 1 && g > 0 && group.gate.kind == plan.groups[g - 1].gate.kind) {
+      group.input = plan.groups[g - 1].input;
+      continue;
+    }
+    const size_t bytes = operand_bytes(path_of(call, group.gate.kind), group.count,
+                                       inner ? call.inner : call.width);
+    (inner ? group.inner : group.input) = arena.take<char>(static_cast<int64_t>(bytes));
+  }
 }
 
-// silu(gate) * up * weight of one row, clamped, in place of the gate's values.
-void swiglu_row(const MoeCall& call, void* gate, const void* up, int64_t row, float weight) {
-  const F32 limit = F32::set(call.limit), floor = F32::set(-call.limit);
-  for (int64_t i = 0; i < call.inner; i += kLanes) {
-    const int n = left(i, call.inner);
-    const int64_t at = row * call.inner + i;
-    F32 g = load_value(gate, call.dtype, at, n);
-    F32 u = load_value(up, call.dtype, at, n);
+void prepare_strip(const Plan& plan, const Strip& strip, bool inner) {
+  const MoeCall& call = *plan.call;
+  const Group& group = plan.groups[strip.group];
+  if (!inner && strip.group > 0 && group.input == plan.groups[strip.group - 1].input) return;
+  const int64_t size = value_bytes(call.dtype);
+  const char* x = static_cast<const char*>(call.x) + plan.row * call.width * size;
+  const Rows input = {x, call.dtype, call.width, plan.row_of + group.first, group.count, call.width};
+  const Rows hidden = {plan.hidden + group.first * call.inner * size, call.dtype, call.inner, nullptr,
+                       group.count, call.inner};
+  const int32_t kind = group.gate.kind;
+  prepare(inner ? hidden : input, is_packed(kind), path_of(call, kind), strip.first,
+          strip.first + strip.count, inner ? group.inner : group.input);
+}
+
+void prepare_all(Plan& plan, bool inner) {
+  Arena size = {nullptr, 0};
+  place_operands(plan, inner, size);
+  Arena memory = {static_cast<char*>(scratch(inner ? kInnerSlot : kInputSlot, size.used)), 0};
+  place_operands(plan, inner, memory);
+  parallel_for(plan.num_strips, plan.call->threads,
+               [&](int64_t s) { prepare_strip(plan, plan.strips[s], inner); });
+}
+
+// ---- products ----------------------------------------------------------------------------------
+
+// Rows of a weight per chunk: whole 32-row scale tiles, several chunks a thread, and many rows when
+// there are columns to reuse them for.
+int64_t block_rows(int64_t out, int64_t strips, int64_t most, int threads) {
+  const int64_t wanted = (4 * threads + strips - 1) / strips;
+  const int64_t even = ((out + wanted - 1) / wanted + 31) / 32 * 32;
+  return even < most ? even : most;
+}
+
+// One row of hidden channels from float32 sums of both projections.
+void swiglu(const MoeCall& call, const float* gate, const float* up, float weight, int64_t count,
+            void* out, int64_t at) {
+  const F32 limit = F32::set(call.limit), lowest = F32::set(-call.limit);
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int n = lanes_left(i, count);
+    F32 g = rounded(load_lanes(gate, kFloat32, i, n), call.dtype);
+    F32 u = rounded(load_lanes(up, kFloat32, i, n), call.dtype);
     if (call.limit > 0.f) {
       g = min(g, limit);
-      u = max(min(u, limit), floor);
+      u = max(min(u, limit), lowest);
     }
     const F32 silu = g / (F32::set(1.f) + exp(F32::zero() - g));
-    store_value(silu * u * F32::set(weight), gate, call.dtype, at, n);
+    store_lanes(silu * u * F32::set(weight), out, call.dtype, at + i, n);
   }
 }
 
-// One expert on `rows` contiguous rows: gate and up, SwiGLU times the route weights, down.
-void run_expert(const MoeCall& call, const void* x, int64_t rows, const Weight& gate,
-                const Weight& up, const Weight& down, const float* route, void* out) {
-  const size_t bytes = static_cast<size_t>(rows * call.inner * value_bytes(call.dtype));
-  void* gates = scratch(kGateSlot, bytes);
-  void* ups = scratch(kUpSlot, bytes);
-  const auto project = [&](const Weight& weight, const void* from, int64_t in, void* to, int64_t width) {
-    const bool quantise = weight.kind == kFp8Weight || weight.kind == kFp4Weight;
-    linear({from, call.dtype, in, rows, weight, quantise, to, call.dtype, width, call.threads});
-  };
-  project(gate, x, call.width, gates, call.inner);
-  project(up, x, call.width, ups, call.inner);
-  const int64_t step = 1 + 32768 / call.inner;
-  parallel_for((rows + step - 1) / step, call.threads, [&](int64_t chunk) {
-    const int64_t end = (chunk + 1) * step < rows ? (chunk + 1) * step : rows;
-    for (int64_t row = chunk * step; row < end; ++row) {
-      swiglu_row(call, gates, ups, row, route == nullptr ? 1.f : route[row]);
-    }
-  });
-  project(down, gates, call.inner, out, call.width);
+void make_hidden(const Plan& plan, const Strip& strip, int64_t first_row, int64_t rows) {
+  const MoeCall& call = *plan.call;
+  const Group& group = plan.groups[strip.group];
+  const Operand operand = {path_of(call, group.gate.kind), group.count, call.width, group.input};
+  float* gates = scratch_array<float>(kOutputSlot, strip.count * rows);
+  float* ups = scratch_array<float>(kUpSlot, strip.count * rows);
+  multiply(group.gate, first_row, rows, operand, strip.first, strip.count, gates, rows);
+  multiply(group.up, first_row, rows, operand, strip.first, strip.count, ups, rows);
+  for (int64_t c = 0; c < strip.count; ++c) {
+    const int64_t position = group.first + strip.first + c;
+    swiglu(call, gates + c * rows, ups + c * rows, plan.weight_of[position], rows, plan.hidden,
+           position * call.inner + first_row);
+  }
 }
 
-// sums[row] += out[i] for the rows an expert ran.
-void add_rows(const MoeCall& call, const void* out, const int64_t* rows, int64_t count, float* sums) {
-  const int64_t step = 1 + 32768 / call.width;
-  parallel_for((count + step - 1) / step, call.threads, [&](int64_t chunk) {
-    const int64_t end = (chunk + 1) * step < count ? (chunk + 1) * step : count;
-    for (int64_t i = chunk * step; i < end; ++i) {
-      float* sum = sums + (rows == nullptr ? i : rows[i]) * call.width;
-      for (int64_t k = 0; k < call.width; k += kLanes) {
-        const int n = left(k, call.width);
-        const F32 total = load_value(sum, kFloat32Weight, k, n);
-        store_value(total + load_value(out, call.dtype, i * call.width + k, n), sum,
-                    kFloat32Weight, k, n);
+// Output channels [first_row, first_row + rows) of all rows of the batch.
+void sum_experts(const Plan& plan, int64_t first_row, int64_t rows) {
+  const MoeCall& call = *plan.call;
+  float* sums = scratch_array<float>(kSumSlot, plan.rows * rows);
+  std::memset(sums, 0, static_cast<size_t>(plan.rows * rows) * sizeof(float));
+  for (int64_t s = 0; s < plan.num_strips; ++s) {
+    const Strip& strip = plan.strips[s];
+    const Group& group = plan.groups[strip.group];
+    const Operand operand = {path_of(call, group.down.kind), group.count, call.inner, group.inner};
+    float* block = scratch_array<float>(kOutputSlot, strip.count * rows);
+    multiply(group.down, first_row, rows, operand, strip.first, strip.count, block, rows);
+    for (int64_t c = 0; c < strip.count; ++c) {
+      float* sum = sums + plan.row_of[group.first + strip.first + c] * rows;
+      for (int64_t i = 0; i < rows; i += kLanes) {
+        const int n = lanes_left(i, rows);
+        const F32 term = rounded(load_lanes(block, kFloat32, c * rows + i, n), call.dtype);
+        store_lanes(load_lanes(sum, kFloat32, i, n) + term, sum, kFloat32, i, n);
       }
     }
+  }
+  for (int64_t r = 0; r < plan.rows; ++r) {
+    for (int64_t i = 0; i < rows; i += kLanes) {
+      const int n = lanes_left(i, rows);
+      store_lanes(load_lanes(sums, kFloat32, r * rows + i, n), call.out, call.dtype,
+                  (plan.row + r) * call.width + first_row + i, n);
+    }
+  }
+}
+
+// Calls `body(strip or 0, first row, rows)` for every block of `out` weight rows.
+template <class Body>
+void for_blocks(int64_t out, int64_t strips, int64_t step, int threads, const Body& body) {
+  const int64_t blocks = (out + step - 1) / step;
+  parallel_for(strips * blocks, threads, [&](int64_t chunk) {
+    const int64_t first = chunk % blocks * step;
+    body(chunk / blocks, first, out - first < step ? out - first : step);
   });
 }
 
-// Scores of one row's float32 logits, in place.
-void score_row(float* logits, int64_t experts, int32_t scoring) {
-  if (scoring == kSoftmax) {
-    float highest = logits[0], sum = 0.f;
-    for (int64_t e = 1; e < experts; ++e) highest = logits[e] > highest ? logits[e] : highest;
-    for (int64_t e = 0; e < experts; ++e) {
-      logits[e] = std::exp(logits[e] - highest);
-      sum += logits[e];
-    }
-    for (int64_t e = 0; e < experts; ++e) logits[e] /= sum;
-    return;
-  }
-  for (int64_t e = 0; e < experts; ++e) {
-    const float x = logits[e];
-    if (scoring == kSigmoid) logits[e] = 1.f / (1.f + std::exp(-x));
-    // Softplus is the identity above 20.
-    else logits[e] = std::sqrt(x > 20.f ? x : std::log1p(std::exp(x)));
-  }
-}
-
-// The `chosen` highest of score + bias, ties to the lowest id, into ids and weights of one row.
-void choose_row(const RouteCall& call, const float* scores, const float* bias, int64_t* ids,
-                float* weights) {
-  float sum = 0.f;
-  for (int64_t k = 0; k < call.chosen; ++k) {
-    int64_t best = -1;
-    for (int64_t e = 0; e < call.experts; ++e) {
-      bool taken = false;
-      for (int64_t before = 0; before < k; ++before) taken = taken || ids[before] == e;
-      if (!taken && (best < 0 || scores[e] + bias[e] > scores[best] + bias[best])) best = e;
-    }
-    ids[k] = best;
-    weights[k] = scores[best];
-    sum += weights[k];
-  }
-  for (int64_t k = 0; k < call.chosen; ++k) {
-    if (call.normalise && call.chosen > 1) weights[k] /= sum + 1e-20f;
-    weights[k] *= call.scale;
-  }
-}
-
-Weight expert_weight(const ExpertWeights& all, int64_t expert, int32_t kind, int64_t out, int64_t in) {
-  return {kind, all.values[expert], all.scales[expert], out, in};
+void run_batch(const MoeCall& call, int64_t row, int64_t rows) {
+  Plan plan = {};
+  plan.call = &call;
+  plan.row = row;
+  plan.rows = rows;
+  Arena sizes = {nullptr, 0};
+  lay_out(plan, sizes);
+  sizes.take<int64_t>(call.experts + 1);
+  Arena memory = {static_cast<char*>(scratch(kPlanSlot, sizes.used)), 0};
+  lay_out(plan, memory);
+  sort_rows(plan, memory.take<int64_t>(call.experts + 1));
+  plan.hidden = static_cast<char*>(scratch(
+      kHiddenSlot, static_cast<size_t>(plan.positions * call.inner * value_bytes(call.dtype))));
+  prepare_all(plan, false);
+  const int64_t step = block_rows(call.inner, plan.num_strips, rows > kPanel ? 128 : call.inner,
+                                  call.threads);
+  for_blocks(call.inner, plan.num_strips, step, call.threads,
+             [&](int64_t strip, int64_t first, int64_t count) {
+               make_hidden(plan, plan.strips[strip], first, count);
+             });
+  prepare_all(plan, true);
+  const int64_t most = rows > kPanel ? 256 : call.width;
+  for_blocks(call.width, 1, block_rows(call.width, 1, most, call.threads), call.threads,
+             [&](int64_t, int64_t first, int64_t count) { sum_experts(plan, first, count); });
 }
 
 }  // namespace
 
-int route(const RouteCall& call) {
-  const int64_t step = 1 + 65536 / (call.experts * call.width);
-  parallel_for((call.n + step - 1) / step, call.threads, [&](int64_t chunk) {
-    float* scores = scratch_array<float>(kSumSlot, static_cast<size_t>(call.experts));
-    const int64_t end = (chunk + 1) * step < call.n ? (chunk + 1) * step : call.n;
-    for (int64_t row = chunk * step; row < end; ++row) {
-      for (int64_t e = 0; e < call.experts; ++e) {
-        F32 sum = F32::zero();
-        for (int64_t i = 0; i < call.width; i += kLanes) {
-          const int n = left(i, call.width);
-          sum = fma(load_value(call.x, call.dtype, row * call.width + i, n),
-                    load_value(call.gate, call.gate_dtype, e * call.width + i, n), sum);
-        }
-        scores[e] = sum.sum();
-      }
-      score_row(scores, call.experts, call.scoring);
-      choose_row(call, scores, call.bias + row * call.bias_stride, call.ids + row * call.chosen,
-                 call.weights + row * call.chosen);
-    }
-  });
-  return 0;
-}
-
 int moe(const MoeCall& call) {
-  const int64_t slots = call.n * call.chosen, value = value_bytes(call.dtype);
-  // Counting sort of the choices by expert: where[expert] .. where[expert + 1] are its rows, ascending.
-  int64_t* order = scratch_array<int64_t>(kOrderSlot, static_cast<size_t>(call.experts + 2 + 2 * slots));
-  int64_t* where = order;
-  int64_t* rows = order + call.experts + 2;
-  float* route = reinterpret_cast<float*>(rows + slots);
-  for (int64_t e = 0; e < call.experts + 2; ++e) where[e] = 0;
-  for (int64_t s = 0; s < slots; ++s) ++where[call.ids[s] + 2];
-  for (int64_t e = 2; e < call.experts + 2; ++e) where[e] += where[e - 1];
-  for (int64_t s = 0; s < slots; ++s) {
-    const int64_t at = where[call.ids[s] + 1]++;
-    rows[at] = s / call.chosen;
-    route[at] = call.weights[s];
-  }
-  const size_t row_bytes = static_cast<size_t>(call.width * value);
-  float* sums = scratch_array<float>(kSumSlot, static_cast<size_t>(call.n * call.width));
-  std::memset(sums, 0, static_cast<size_t>(call.n * call.width) * sizeof(float));
-  char* gathered = static_cast<char*>(scratch(kRowsSlot, static_cast<size_t>(call.n) * row_bytes));
-  void* down = scratch(kDownSlot, static_cast<size_t>(call.n) * row_bytes);
-  for (int64_t e = 0; e < call.experts; ++e) {
-    const int64_t first = where[e], count = where[e + 1] - first;
-    if (count == 0) continue;
-    const void* x = call.x;
-    if (call.n > 1) {
-      for (int64_t i = 0; i < count; ++i) {
-        const char* from = static_cast<const char*>(call.x) + static_cast<size_t>(rows[first + i]) * row_bytes;
-        std::memcpy(gathered + static_cast<size_t>(i) * row_bytes, from, row_bytes);
-      }
-      x = gathered;
-    }
-    run_expert(call, x, count, expert_weight(call.gate, e, call.kind, call.inner, call.width),
-               expert_weight(call.up, e, call.kind, call.inner, call.width),
-               expert_weight(call.down, e, call.kind, call.width, call.inner), route + first, down);
-    add_rows(call, down, rows + first, count, sums);
-  }
-  run_expert(call, call.x, call.n, call.shared_gate, call.shared_up, call.shared_down, nullptr, down);
-  add_rows(call, down, nullptr, call.n, sums);
-  for (int64_t i = 0; i < call.n * call.width; i += kLanes) {
-    const int n = left(i, call.n * call.width);
-    store_value(load_value(sums, kFloat32Weight, i, n), call.out, call.dtype, i, n);
+  const int64_t per_row = (call.chosen + 1) * (call.width + 2 * call.inner);
+  const int64_t most = kBatchValues / per_row > kPanel ? kBatchValues / per_row : kPanel;
+  for (int64_t row = 0; row < call.n; row += most) {
+    run_batch(call, row, call.n - row < most ? call.n - row : most);
   }
   return 0;
 }
