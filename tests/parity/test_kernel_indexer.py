@@ -78,9 +78,9 @@ class IndexerCase:
         selected = []
         table = self.rotary.cos_sin(owner, spans.positions)
         for layer, indexer in enumerate(self.indexers):
-            queries = indexer.queries(self.t[f"qr{layer}"][start:end])
+            queries = indexer.queries(self.t[f"qr{layer}"][start:end], table)
             weights = indexer.head_weights(self.t[f"x{layer}"][start:end])
-            rows.select(self.config.plan[layer], spans, self.ops.rotate(queries, table), weights)
+            rows.select(self.config.plan[layer], spans, queries, weights)
             selected.append(rows.selections[layer][1].positions)
         return rows, selected
 

@@ -76,6 +76,15 @@ class _WindowPlan(NamedTuple):
     hi: Tensor
 
 
+class _RingPlan(NamedTuple):
+    """Where one row per sequence goes in the rings, and what its query sees there."""
+
+    where: Tensor
+    base: Tensor
+    lo: Tensor
+    hi: Tensor
+
+
 class CachedRows:
     """Rows of one call.
 
@@ -92,6 +101,8 @@ class CachedRows:
         self.selections: dict[int, tuple[Spans, Selection]] = {}
         self.pools: dict[int, tuple[Spans, Pool]] = {}
         self._group_plans: dict[tuple[int, Spans], _GroupPlan] = {}
+        self._ring_plans: dict[tuple[Spans, tuple[int, ...]], _RingPlan] = {}
+        self._visible: dict[tuple[int, Spans], Tensor] = {}
         self._window_plans: dict[tuple[Spans, Spans, tuple[int, ...]], _WindowPlan] = {}
 
     def complete_groups(
@@ -133,7 +144,7 @@ class CachedRows:
         state, plan = self._state, self._state.plan
         packed = self._ops.pack_rows(index_q, state.formats.index)
         weights = weights.float()
-        visible = ((queries.positions + 1) // spec.compress_ratio).to(torch.int32)
+        visible = self._visible_to(spec.compress_ratio, queries)
         if self._rules.index_key_rule == "as_shipped":
             selection = self._select_as_shipped(spec, queries, packed, weights, visible)
             self.selections[spec.layer_id] = (queries, selection)
@@ -177,6 +188,13 @@ class CachedRows:
         if plan is not None:
             ring[plan.keep_to] = near.rows[plan.keep_from]
         return out
+
+    def _visible_to(self, ratio: int, queries: Spans) -> Tensor:
+        """Rows that exist for each query, int32: floor((position + 1) / ratio)."""
+        if (ratio, queries) not in self._visible:
+            count = (queries.positions + 1) // ratio
+            self._visible[ratio, queries] = count.to(torch.int32)
+        return self._visible[ratio, queries]
 
     def _selected(
         self, spec: LayerSpec, queries: Spans
@@ -223,13 +241,13 @@ class CachedRows:
         return Selection(out)
 
     def _in_ring(self, spec: LayerSpec, spans: Spans, ring: Tensor, window: Tensor) -> WindowRows:
-        base = spans.row_sequences.long() * self._window
-        hi = spans.positions
-        where = base + hi % self._window
-        self._ops.store_rows(window, ring, where, self._state.formats.window)
-        lo = torch.maximum(hi - self._window + 1, torch.tensor(self._floors(spec, spans)))
-        fmt = self._state.formats.window
-        return WindowRows(ring, base, lo.to(torch.int32), hi.to(torch.int32), self._window, fmt)
+        """Write one row per sequence into the ring; the view its query has of the ring."""
+        fmt, key = self._state.formats.window, (spans, self._floors(spec, spans))
+        if key not in self._ring_plans:
+            self._ring_plans[key] = _plan_ring(*key, self._window)
+        plan = self._ring_plans[key]
+        self._ops.store_rows(window, ring, plan.where, fmt)
+        return WindowRows(ring, plan.base, plan.lo, plan.hi, self._window, fmt)
 
     def _floors(self, spec: LayerSpec, spans: Spans) -> tuple[int, ...]:
         """First visible position of each sequence in this layer."""
@@ -283,6 +301,13 @@ def _plan_groups(ratio: int, spans: Spans, floors: tuple[int, ...]) -> _GroupPla
         torch.tensor(left_from, dtype=torch.int64),
         torch.tensor(left_to, dtype=torch.int64),
     )
+
+
+def _plan_ring(spans: Spans, floors: tuple[int, ...], window: int) -> _RingPlan:
+    base = spans.row_sequences.long() * window
+    hi = spans.positions
+    lo = torch.maximum(hi - window + 1, torch.tensor(floors))
+    return _RingPlan(base + hi % window, base, lo.to(torch.int32), hi.to(torch.int32))
 
 
 def _plan_window(spans: Spans, queries: Spans, floors: tuple[int, ...], window: int) -> _WindowPlan:

@@ -135,8 +135,19 @@ class Pool(NamedTuple):
     block_size: int
 
 
-class Operators(Protocol):
-    """One kernel backend."""
+class HyperWeights(NamedTuple):
+    """Weights and constants that predict the mixes of one sublayer, see `SingleOperators.hc_mixes`."""
+
+    fn: Tensor
+    base: Tensor
+    scale: Tensor
+    iters: int
+    eps: float
+    norm_eps: float
+
+
+class SingleOperators(Protocol):
+    """The operators one by one."""
 
     name: str
 
@@ -269,4 +280,31 @@ class Operators(Protocol):
         limit: float,
     ) -> Tensor:
         """Routed experts in ascending id plus the shared expert, float32 sum, `[N, D] -> [N, D]`."""
+        ...
+
+
+class Operators(SingleOperators, Protocol):
+    """One kernel backend: the single operators and the chains of `composed.ComposedOperators`."""
+
+    def project(
+        self, x: Tensor, weight: Weight, *, norm: Tensor | None = None, eps: float = 0.0,
+        cos_sin: Tensor | None = None, vectors: int = 1,
+    ) -> Tensor:  # fmt: skip
+        """Projection, then norm, then rotation."""
+        ...
+
+    def project_output(
+        self, o: Tensor, cos_sin: Tensor, grouped: Weight, last: Weight, *, groups: int
+    ) -> Tensor:
+        """Attention output: rotate back, grouped projection, final projection."""
+        ...
+
+    def collapse_norm(self, stream: Tensor, pre: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Collapse of a stream, normed."""
+        ...
+
+    def hc_turn(
+        self, y: Tensor, stream: Tensor, mixes: Mixes, following: HyperWeights, norm: Tensor
+    ) -> tuple[Tensor, Mixes, Tensor]:
+        """Expand, next mixes, collapse and norm."""
         ...

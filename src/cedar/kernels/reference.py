@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from cedar.formats import codec
 from cedar.formats.rows import RowFormat
 from cedar.kernels import reference_attention, reference_index
+from cedar.kernels.composed import ComposedOperators
 from cedar.kernels.operators import (
     Expert,
     Mixes,
@@ -37,7 +38,7 @@ def decode_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
     return codec.decode_fp8_weight(weight.values.view(torch.uint8), scale).to(dtype)
 
 
-class ReferenceOperators:
+class ReferenceOperators(ComposedOperators):
     """The operator set in plain torch. Stateless."""
 
     name = "reference"
@@ -139,7 +140,13 @@ class ReferenceOperators:
         return Routing(experts, weights * scale)
 
     def moe(
-        self, x: Tensor, routing: Routing, experts: Sequence[Expert], shared: Expert, *, limit: float
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: Sequence[Expert],
+        shared: Expert,
+        *,
+        limit: float,
     ) -> Tensor:
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert_id, expert in enumerate(experts):

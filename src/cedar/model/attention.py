@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cedar.config.layer_plan import LayerSpec
 from cedar.config.model_config import ModelConfig
-from cedar.kernels.operators import Operators, Weight
+from cedar.kernels.operators import Operators
 from cedar.model.compressor import Compressor, append_rows
 from cedar.model.indexer import Indexer
 from cedar.model.kv import Rows
@@ -58,6 +58,7 @@ class Attention(nn.Module):
         self._heads, self._groups = config.num_attention_heads, config.o_groups
         heads, width, dense = config.num_attention_heads, config.head_dim, config.dense_dtype
         rank, eps = config.q_lora_rank, config.rms_norm_eps
+        self._eps = eps
         self.wq_a = Linear(rank, config.hidden_size, dense, ops)
         self.q_norm = RMSNorm(rank, eps, ops)
         self.wq_b = Linear(heads * width, rank, dense, ops)
@@ -90,23 +91,27 @@ class Attention(nn.Module):
         Returns: `[n, D]` for the rows of `queries`.
         """
         spec, ops = self._spec, self._ops
-        window = ops.rotate(self.kv_norm(self.wkv(u)), tables.rows(spec, spans))
+        window = ops.project(
+            u, self.wkv.packed, norm=self.kv_norm.weight, eps=self._eps,
+            cos_sin=tables.rows(spec, spans),
+        )  # fmt: skip
         if spec.role == "full" and spec.kv_input == "self":
             self.append(u, spans, rows, tables)
         keep = spans.rows_of(queries)
         if keep is not None:
             u = u[keep]
         cos_sin = tables.rows(spec, queries)
-        a = self.q_norm(self.wq_a(u))
-        q = ops.rotate(self.wq_b(a).unflatten(-1, (self._heads, -1)), cos_sin)
+        a = ops.project(u, self.wq_a.packed, norm=self.q_norm.weight, eps=self._eps)
+        q = ops.project(a, self.wq_b.packed, cos_sin=cos_sin, vectors=self._heads)
+        q = q.view(q.shape[0], self._heads, -1)
         if spec.role in ("full", "reindex"):
             # Detached: in training the index branch learns from its own loss alone.
-            index_q = ops.rotate(self.indexer.queries(a.detach()), cos_sin)
+            index_q = self.indexer.queries(a.detach(), cos_sin)
             rows.select(spec, queries, index_q, self.indexer.head_weights(u.detach()))
         q_selected = None if self.kv_adapter is None else self.kv_adapter.to_queries(q)
         o, selected = rows.attend(spec, spans, window, queries, q, self.attn_sink, q_selected)
         if self.kv_adapter is not None and selected is not None:
             o = o + self.kv_adapter.to_outputs(selected)
-        o = ops.rotate(o, cos_sin, inverse=True)
-        grouped = o.flatten(1).unflatten(1, (self._groups, -1))
-        return self.wo_b(ops.grouped_linear(grouped, Weight(self.wo_a.weight, self.wo_a.scale)))
+        return ops.project_output(
+            o, cos_sin, self.wo_a.packed, self.wo_b.packed, groups=self._groups
+        )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cedar.config.layer_plan import LayerSpec
 from cedar.config.model_config import ModelConfig
-from cedar.kernels.operators import Mixes, Operators
+from cedar.kernels.operators import HyperWeights, Operators
 from cedar.model.attention import Attention
 from cedar.model.engram import Engram
 from cedar.model.kv import Rows
@@ -46,7 +46,9 @@ class Block(nn.Module):
 
         Also what a decoder full layer projects its rows from, applied to the encoder boundary.
         """
-        return self.attn_norm(self._ops.hc_collapse(stream, pre))
+        return self._ops.collapse_norm(
+            stream, pre, self.attn_norm.weight, self._config.rms_norm_eps
+        )
 
     def forward(
         self, stream: Tensor, pre: Tensor, spans: Spans, queries: Spans, rows: Rows,
@@ -61,20 +63,21 @@ class Block(nn.Module):
         Returns: stream `[n, C, D]` and next pre `[n, C]` of the rows of `queries`.
         """
         ops = self._ops
-        u = self.attention_input(stream, pre)
-        y = self.attn(u, spans, queries, rows, tables)
+        y = self.attn(self.attention_input(stream, pre), spans, queries, rows, tables)
         keep = spans.rows_of(queries)
         if keep is not None:
             stream = stream[keep]
-        attn = self._mixes(stream, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale)
-        stream = ops.hc_expand(y, stream, attn)
-        ffn = self._mixes(stream, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale)
-        z = self.ffn(self.ffn_norm(ops.hc_collapse(stream, attn.pre)))
-        return ops.hc_expand(z, stream, ffn), ffn.pre
-
-    def _mixes(self, stream: Tensor, fn: Tensor, base: Tensor, scale: Tensor) -> Mixes:
-        config = self._config
-        return self._ops.hc_mixes(
-            stream, fn, base, scale, iters=config.hc_sinkhorn_iters, eps=config.hc_eps,
-            norm_eps=config.rms_norm_eps,
+        half = self._hyper(self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale)
+        mixes = ops.hc_mixes(
+            stream, half.fn, half.base, half.scale, iters=half.iters, eps=half.eps,
+            norm_eps=half.norm_eps,
         )  # fmt: skip
+        following = self._hyper(self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale)
+        stream, ffn, v = ops.hc_turn(y, stream, mixes, following, self.ffn_norm.weight)
+        return ops.hc_expand(self.ffn(v), stream, ffn), ffn.pre
+
+    def _hyper(self, fn: Tensor, base: Tensor, scale: Tensor) -> HyperWeights:
+        config = self._config
+        return HyperWeights(
+            fn, base, scale, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+        )

@@ -18,6 +18,7 @@ class Indexer(nn.Module):
 
     def __init__(self, config: ModelConfig, spec: LayerSpec, ops: Operators) -> None:
         super().__init__()
+        self._ops = ops
         self._heads, self._width = config.index_n_heads, config.index_head_dim
         out = self._heads * self._width
         self.wq_b = Linear(out, config.q_lora_rank, config.dense_dtype, ops)
@@ -26,9 +27,10 @@ class Indexer(nn.Module):
             self.wk = Linear(self._width, config.head_dim, "bf16", ops)
             self.k_norm = RMSNorm(self._width, config.rms_norm_eps, ops)
 
-    def queries(self, a: Tensor) -> Tensor:
-        """`[n, q_lora_rank] -> [n, P, p]`, not yet rotated."""
-        return self.wq_b(a).unflatten(-1, (self._heads, self._width))
+    def queries(self, a: Tensor, cos_sin: Tensor) -> Tensor:
+        """`[n, q_lora_rank] -> [n, P, p]`, rotated."""
+        out = self._ops.project(a, self.wq_b.packed, cos_sin=cos_sin, vectors=self._heads)
+        return out.view(-1, self._heads, self._width)
 
     def head_weights(self, u: Tensor) -> Tensor:
         """`[n, D] -> [n, P]`, scaled by width^-0.5 * heads^-0.5 in u's dtype."""

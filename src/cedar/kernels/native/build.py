@@ -76,7 +76,16 @@ class Unit:
     def command(self, compiler: Sequence[str], out: Path) -> list[str]:
         """The compile command."""
         define = () if self.variant is None else (f"-DCEDAR_ISA={self.variant}",)
-        return [*compiler, *COMMON_FLAGS, *self.flags, *define, "-c", str(self.source), "-o", str(out)]
+        return [
+            *compiler,
+            *COMMON_FLAGS,
+            *self.flags,
+            *define,
+            "-c",
+            str(self.source),
+            "-o",
+            str(out),
+        ]
 
 
 def library_name() -> str:
@@ -149,7 +158,9 @@ def build(compiler: Sequence[str], out_dir: Path) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; 0 when the library was built, 1 when not."""
-    parser = argparse.ArgumentParser(prog="python -m cedar.kernels.native.build", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m cedar.kernels.native.build", description=__doc__
+    )
     parser.add_argument(
         "--out", type=Path, default=SOURCE_DIR.parent, help="directory of the library"
     )

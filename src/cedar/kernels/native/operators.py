@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from cedar.formats.rows import RowFormat, RowKind
+from cedar.kernels.composed import ComposedOperators
 from cedar.kernels.native.library import NativeLibrary
 from cedar.kernels.operators import (
     Expert,
     ExpertBank,
+    HyperWeights,
     Mixes,
     PagedRows,
     Pool,
@@ -43,7 +45,7 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-class NativeOperators:
+class NativeOperators(ComposedOperators):
     """The operator set in C++. Thread count is torch's, read at every call.
 
     Args:
@@ -155,6 +157,73 @@ class NativeOperators:
         )  # fmt: skip
         return out
 
+    def project(
+        self, x: Tensor, weight: Weight, *, norm: Tensor | None = None, eps: float = 0.0,
+        cos_sin: Tensor | None = None, vectors: int = 1,
+    ) -> Tensor:  # fmt: skip
+        x = x.contiguous()
+        count, width = x.shape
+        values, scale = weight
+        out_width = values.shape[0]
+        shape = (count, out_width) if vectors == 1 else (count, vectors, out_width // vectors)
+        out = torch.empty(shape, dtype=x.dtype)
+        self._call(
+            "project", x.data_ptr(), _DTYPES[x.dtype], count, width, values.data_ptr(),
+            None if scale is None else scale.data_ptr(), _weight_kind(weight), out_width,
+            int(scale is not None), None if norm is None else norm.data_ptr(),
+            0 if norm is None else _DTYPES[norm.dtype], eps,
+            None if cos_sin is None else cos_sin.data_ptr(),
+            0 if cos_sin is None else 2 * cos_sin.shape[1], vectors, out.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def project_output(
+        self, o: Tensor, cos_sin: Tensor, grouped: Weight, last: Weight, *, groups: int
+    ) -> Tensor:
+        inner, width = grouped.values.shape[0], last.values.shape[0]
+        if grouped.values.dtype == torch.float8_e4m3fn and inner // groups % 32:
+            return super().project_output(o, cos_sin, grouped, last, groups=groups)
+        o = o.contiguous()
+        count, heads, dim = o.shape
+        out = torch.empty(count, width, dtype=o.dtype)
+        self._call(
+            "project_output", o.data_ptr(), _DTYPES[o.dtype], count, heads, dim, cos_sin.data_ptr(),
+            2 * cos_sin.shape[1], groups, grouped.values.data_ptr(), _address(grouped.scale),
+            _weight_kind(grouped), inner, last.values.data_ptr(), _address(last.scale),
+            _weight_kind(last), width, out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def collapse_norm(self, stream: Tensor, pre: Tensor, norm: Tensor, eps: float) -> Tensor:
+        stream, pre = stream.contiguous(), pre.contiguous()
+        count, copies, width = stream.shape
+        out = torch.empty(count, width, dtype=stream.dtype)
+        self._call(
+            "hc_collapse", stream.data_ptr(), _DTYPES[stream.dtype], count, copies, width,
+            pre.data_ptr(), norm.data_ptr(), _DTYPES[norm.dtype], eps, out.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def hc_turn(
+        self, y: Tensor, stream: Tensor, mixes: Mixes, following: HyperWeights, norm: Tensor
+    ) -> tuple[Tensor, Mixes, Tensor]:
+        y, stream = y.contiguous(), stream.contiguous()
+        count, copies, width = stream.shape
+        ahead, out = torch.empty_like(stream), torch.empty_like(y)
+        pre, post = torch.empty(count, copies), torch.empty(count, copies)
+        comb = torch.empty(count, copies, copies)
+        self._call(
+            "hc_turn", y.data_ptr(), stream.data_ptr(), _DTYPES[stream.dtype], count, copies, width,
+            mixes.pre.data_ptr(), mixes.post.data_ptr(), mixes.comb.data_ptr(),
+            following.fn.data_ptr(), following.base.data_ptr(), following.scale.data_ptr(),
+            following.iters, following.eps, following.norm_eps, norm.data_ptr(),
+            _DTYPES[norm.dtype], ahead.data_ptr(), pre.data_ptr(), post.data_ptr(), comb.data_ptr(),
+            out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return ahead, Mixes(pre, post, comb), out
+
     def pool_groups(self, kv: Tensor, gate: Tensor) -> Tensor:
         kv, gate = kv.contiguous(), gate.contiguous()
         groups, ratio, width = kv.shape
@@ -240,7 +309,13 @@ class NativeOperators:
         return Routing(ids, weights)
 
     def moe(
-        self, x: Tensor, routing: Routing, experts: Sequence[Expert], shared: Expert, *, limit: float
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: Sequence[Expert],
+        shared: Expert,
+        *,
+        limit: float,
     ) -> Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)

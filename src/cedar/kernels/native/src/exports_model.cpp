@@ -4,6 +4,7 @@
 #include "cedar_native.h"
 #include "glue.h"
 #include "moe.h"
+#include "project.h"
 
 CEDAR_VARIANTS(int, rms_norm, (const cedar::NormCall& call))
 CEDAR_VARIANTS(int, rotate, (const cedar::RotateCall& call))
@@ -12,6 +13,11 @@ CEDAR_VARIANTS(int, hc_collapse, (const cedar::CollapseCall& call))
 CEDAR_VARIANTS(int, hc_expand, (const cedar::ExpandCall& call))
 CEDAR_VARIANTS(int, pool_groups, (const cedar::PoolCall& call))
 CEDAR_VARIANTS_AMX(int, moe, (const cedar::MoeCall& call))
+CEDAR_VARIANTS_AMX(int, project,
+                   (const cedar::ProjectCall& call, int (*norm)(const cedar::NormCall&),
+                    int (*turn)(const cedar::RotateCall&)))
+CEDAR_VARIANTS_AMX(int, project_output,
+                   (const cedar::OutputCall& call, int (*turn)(const cedar::RotateCall&)))
 CEDAR_VARIANTS_AMX(int, route, (const cedar::RouteCall& call))
 
 namespace {
@@ -19,6 +25,13 @@ namespace {
 constexpr int kBadWidth = 1, kOutOfRange = 2, kBadKind = 3;
 
 bool is_activation(int32_t dtype) { return dtype == 0 || dtype == 1; }
+
+// Row-wise kernels of the variant in use, for chains compiled for matrix tiles too.
+int norm_rows(const cedar::NormCall& call) { CEDAR_CALL(rms_norm, (call)); }
+int rotate_rows(const cedar::RotateCall& call) { CEDAR_CALL(rotate, (call)); }
+int expand_rows(const cedar::ExpandCall& call) { CEDAR_CALL(hc_expand, (call)); }
+int mixes_rows(const cedar::MixesCall& call) { CEDAR_CALL(hc_mixes, (call)); }
+int collapse_rows(const cedar::CollapseCall& call) { CEDAR_CALL(hc_collapse, (call)); }
 
 }  // namespace
 
@@ -111,4 +124,52 @@ CEDAR_API int cedar_route(const void* x, int32_t dtype, int64_t n, int64_t width
                                  bias,        bias_stride, experts, chosen, scoring, normalise != 0,
                                  scale,       ids,     weights, nthreads};
   CEDAR_CALL_AMX(route, (call));
+}
+
+CEDAR_API int cedar_project(const void* x, int32_t dtype, int64_t n, int64_t in, const void* values,
+                            const uint8_t* scales, int32_t kind, int64_t out, int32_t quantise,
+                            const void* norm_weight, int32_t norm_dtype, float eps,
+                            const float* cos_sin, int64_t rope, int64_t per_row, void* y,
+                            int32_t nthreads) {
+  if (!is_activation(dtype) || !is_activation(norm_dtype) || kind < 0 || kind > 3) return kBadKind;
+  if ((kind > 1 && in % 32 != 0) || per_row < 1 || out % per_row != 0 || rope > out / per_row) {
+    return kBadWidth;
+  }
+  if (n == 0) return 0;
+  const cedar::ProjectCall call = {
+      {x, dtype, in, n, {kind, values, scales, out, in}, quantise != 0, y, dtype, out, nthreads},
+      norm_weight, norm_dtype, eps, cos_sin, rope, per_row};
+  CEDAR_CALL_AMX(project, (call, norm_rows, rotate_rows));
+}
+
+CEDAR_API int cedar_project_output(const void* o, int32_t dtype, int64_t n, int64_t heads,
+                                   int64_t dim, const float* cos_sin, int64_t rope, int64_t groups,
+                                   const void* grouped, const uint8_t* grouped_scales,
+                                   int32_t grouped_kind, int64_t inner, const void* last,
+                                   const uint8_t* last_scales, int32_t last_kind, int64_t width,
+                                   void* y, int32_t nthreads) {
+  if (!is_activation(dtype)) return kBadKind;
+  // A block of fp8 rows must start on a whole scale tile.
+  if (inner % groups != 0 || (grouped_kind == 2 && inner / groups % 32 != 0)) return kBadWidth;
+  const int64_t in = heads / groups * dim;
+  const cedar::OutputCall call = {o, dtype, n, heads, dim, cos_sin, rope, groups,
+                                  {grouped_kind, grouped, grouped_scales, inner, in},
+                                  {last_kind, last, last_scales, width, inner}, y, nthreads};
+  CEDAR_CALL_AMX(project_output, (call, rotate_rows));
+}
+
+CEDAR_API int cedar_hc_turn(const void* y, const void* stream, int32_t dtype, int64_t n,
+                            int64_t copies, int64_t width, const float* pre, const float* post,
+                            const float* comb, const float* fn, const float* base,
+                            const float* scale, int32_t iterations, float eps, float norm_eps,
+                            const void* norm_weight, int32_t norm_dtype, void* next_stream,
+                            float* next_pre, float* next_post, float* next_comb, void* out,
+                            int32_t nthreads) {
+  if (!is_activation(dtype) || !is_activation(norm_dtype)) return kBadKind;
+  if (copies < 1 || copies > 8) return kBadWidth;
+  expand_rows({y, stream, dtype, n, copies, width, post, comb, next_stream, nthreads});
+  mixes_rows({next_stream, dtype, n, copies, width, fn, base, scale, iterations, eps, norm_eps,
+              next_pre, next_post, next_comb, nthreads});
+  return collapse_rows({next_stream, dtype, n, copies, width, pre, norm_weight, norm_dtype, norm_eps,
+                        out, nthreads});
 }

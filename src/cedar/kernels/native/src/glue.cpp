@@ -112,7 +112,7 @@ void rotate_rows(const RotateCall& call) {
       const Value* x = static_cast<const Value*>(call.x) + at;
       Value* out = static_cast<Value*>(call.out) + at;
       const int64_t head = call.width - call.rope;
-      if (head > 0) std::memcpy(out, x, static_cast<size_t>(head) * sizeof(Value));
+      if (head > 0 && out != x) std::memcpy(out, x, static_cast<size_t>(head) * sizeof(Value));
       for (int64_t i = 0; i < call.rope; i += 2) {
         float pair[2];
         if (kDtype == 0) {
