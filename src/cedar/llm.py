@@ -203,7 +203,7 @@ class LLM:
             completion.token_ids.append(output.token_id)
             if completion.logprobs is not None and output.logprobs is not None:
                 completion.logprobs.append(output.logprobs)
-            ended = output.request.stop_token == output.token_id
+            ended = output.finish_reason is FinishReason.STOP
             if text is not None and not ended:
                 delta = text.push(output.token_id)
         reason = output.finish_reason

@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from cedar.engine.engine import Engine, StepOutput
+from cedar.engine.output_stream import Item, OutputStream
 from cedar.engine.request import FinishReason, Request
 from cedar.engine.sampling_params import SamplingParams
-from cedar.errors import EngineDeadError, QueueFullError
+from cedar.errors import EngineDeadError, QueueFullError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -34,19 +35,6 @@ class EngineSnapshot:
     waiting: int
     total_blocks: int
     free_blocks: int
-
-
-@dataclass
-class _Consumer:
-    loop: asyncio.AbstractEventLoop
-    outputs: asyncio.Queue[StepOutput | BaseException]
-
-    def put(self, item: StepOutput | BaseException) -> None:
-        """Hand over from the engine thread; a consumer whose loop has closed is gone."""
-        try:
-            self.loop.call_soon_threadsafe(self.outputs.put_nowait, item)
-        except RuntimeError:
-            logger.debug("consumer loop closed")
 
 
 class AsyncEngine:
@@ -68,10 +56,11 @@ class AsyncEngine:
         self.engine = engine
         self._max_waiting, self._on_step = max_waiting, on_step
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._consumers: dict[str, _Consumer] = {}
+        self._streams: dict[str, OutputStream] = {}
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
-        self._pending = 0
+        self._pending: set[str] = set()  # ids handed over but not yet in the engine
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name="cedar-engine", daemon=True)
 
     def start(self) -> None:
@@ -94,7 +83,7 @@ class AsyncEngine:
         scheduler, pool = self.engine.scheduler, self.engine.pool
         return EngineSnapshot(
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + self._pending,
+            waiting=len(scheduler.waiting) + len(self._pending),
             total_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
         )
@@ -111,32 +100,55 @@ class AsyncEngine:
         """
         request = Request(request_id, tuple(prompt_ids), params, eos_token_id, index)
         request.cache_salt = cache_salt
-        self.check(request)
-        consumer = _Consumer(asyncio.get_running_loop(), asyncio.Queue())
-        self._consumers[request_id] = consumer
-        self._pending += 1
-        self._commands.put(lambda: self._add(request))
-        ended = False
+        stream = self.open([request])
         try:
-            while not ended:
-                item = await consumer.outputs.get()
-                if isinstance(item, BaseException):
-                    ended = True
-                    raise item
-                ended = item.finish_reason is not None
-                yield item
+            while stream.open_ids:
+                for output in await stream.next():
+                    yield output
         finally:
-            self._consumers.pop(request_id, None)
-            if not ended:
-                self._commands.put(lambda: self.engine.abort(request_id))
+            stream.close()
 
-    def check(self, request: Request) -> None:
-        """Refuse now what could never run, or what must not wait. Raises as `generate`."""
+    def open(self, requests: Sequence[Request]) -> OutputStream:
+        """Queue completions, all or none, and return their outputs. Call it on an asyncio loop.
+
+        Closing the stream ends, once each, the completions that are still running.
+
+        Raises:
+            As `check`.
+        """
+        self.check(requests)
+        stream = OutputStream(requests, self._end)
+        for request in requests:
+            self._streams[request.request_id] = stream
+        self._pending.update(stream.open_ids)
+        self._commands.put(lambda: self._add(requests))
+        if self._ended:  # it ended between the check and now, and may not have seen this stream
+            stream.close()
+            raise EngineDeadError("the engine has stopped; restart the server")
+        return stream
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Refuse now what could never run, or what must not wait.
+
+        Raises:
+            QueueFullError: too many wait.   RequestError, DoesNotFitError: it can never run.
+            EngineDeadError: the engine thread has died.
+        """
         if self._failure is not None or self._stopping.is_set():
             raise EngineDeadError("the engine has stopped; restart the server")
-        self.engine.scheduler.check(request)
+        for request in requests:
+            if request.request_id in self._streams:
+                raise RequestError(
+                    f"request id {request.request_id!r} is already running", param="request_id"
+                )
+            self.engine.scheduler.check(request)
+        if len(requests) > self._max_waiting:
+            raise RequestError(
+                f"one call asks for {len(requests)} completions, the queue holds "
+                f"{self._max_waiting}; ask for fewer", param="n",
+            )  # fmt: skip
         waiting = self.snapshot().waiting
-        if waiting >= self._max_waiting:
+        if waiting + len(requests) > self._max_waiting:
             raise QueueFullError(
                 f"{waiting} requests are waiting, the limit is {self._max_waiting}; try again later"
             )
@@ -156,19 +168,35 @@ class AsyncEngine:
         self._commands.put(run)
         return await future
 
-    def _add(self, request: Request) -> None:
-        self._pending -= 1
-        if request.request_id not in self._consumers:
-            return  # its client left before it was queued
-        try:
-            self.engine.submit(request)
-        except Exception as error:  # handed to the one request it concerns
-            self._deliver(request.request_id, error)
+    def _add(self, requests: Sequence[Request]) -> None:
+        self._pending.difference_update(request.request_id for request in requests)
+        for request in requests:
+            if request.request_id not in self._streams:
+                continue  # its client left before it was queued
+            try:
+                self.engine.submit(request)
+            except Exception as error:  # handed to the one client it concerns
+                self._deliver([(request.request_id, error)])
 
-    def _deliver(self, request_id: str, item: StepOutput | BaseException) -> None:
-        consumer = self._consumers.get(request_id)
-        if consumer is not None:
-            consumer.put(item)
+    def _end(self, request_id: str) -> None:
+        """End a completion whose client has left or has had enough."""
+        self._streams.pop(request_id, None)
+        self._commands.put(lambda: self.engine.abort(request_id))
+
+    def _deliver(self, items: Sequence[tuple[str, Item]]) -> None:
+        """Hand items to their streams, with one wake-up per asyncio loop."""
+        loops: dict[asyncio.AbstractEventLoop, dict[OutputStream, list[Item]]] = {}
+        for name, item in items:
+            stream = self._streams.get(name)
+            if stream is not None:
+                loops.setdefault(stream.loop, {}).setdefault(stream, []).append(item)
+            if isinstance(item, BaseException) or item.finish_reason is not None:
+                self._streams.pop(name, None)
+        for loop, streams in loops.items():
+            try:
+                loop.call_soon_threadsafe(_hand_over, streams)
+            except RuntimeError:
+                logger.debug("the loop of a client has closed")
 
     def _run(self) -> None:
         try:
@@ -177,8 +205,7 @@ class AsyncEngine:
                 if not self.engine.has_work:
                     continue
                 outputs = self.engine.step()
-                for output in outputs:
-                    self._deliver(output.request.request_id, output)
+                self._deliver([(output.request.request_id, output) for output in outputs])
                 if self._on_step is not None:
                     self._on_step(outputs)
         except BaseException as error:  # the border: nothing above this thread could see it
@@ -198,15 +225,19 @@ class AsyncEngine:
 
     def _end_all(self) -> None:
         """Tell every consumer that nothing more will come."""
-        for request_id in list(self._consumers):
-            if self._failure is not None:
-                error = EngineDeadError(f"the engine has died: {self._failure}")
-                self._deliver(request_id, error)
-                continue
+        self._ended = True
+        for request_id in list(self._streams):
             request = self.engine.find(request_id)
-            self.engine.abort(request_id)
-            if request is not None:
-                request.finish_reason = FinishReason.ABORT
-                self._deliver(request_id, StepOutput(request, None))
+            if self._failure is not None:
+                item: Item = EngineDeadError(f"the engine has died: {self._failure}")
+            elif request is None:
+                item = EngineDeadError("the engine has stopped")
             else:
-                self._deliver(request_id, EngineDeadError("the engine has stopped"))
+                self.engine.abort(request_id)
+                item = StepOutput(request, None, finish_reason=FinishReason.ABORT)
+            self._deliver([(request_id, item)])
+
+
+def _hand_over(streams: dict[OutputStream, list[Item]]) -> None:
+    for stream, items in streams.items():
+        stream.put(items)

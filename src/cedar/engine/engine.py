@@ -28,18 +28,16 @@ class StepOutput:
     """One new token of one request, or its end without one (abort).
 
     Attributes:
-        request: as it stands after the token.   token_id: None only for an abort.
+        request: live; whoever reads an output later sees the request as it is then.
+        token_id: None only for an abort.
         logprobs: as asked for.
+        finish_reason: why the request ended with this token; None when it went on.
     """
 
     request: Request
     token_id: int | None
     logprobs: tuple[Logprob, ...] | None = None
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the request has ended; None while it runs."""
-        return self.request.finish_reason
+    finish_reason: FinishReason | None = None
 
 
 class Engine:
@@ -117,7 +115,9 @@ class Engine:
         self.scheduler.commit(batch)
         for request, drawn in drawn_tokens:
             request.append(drawn.token_id)
-            outputs.append(StepOutput(request, drawn.token_id, drawn.logprobs))
+            outputs.append(
+                StepOutput(request, drawn.token_id, drawn.logprobs, request.finish_reason)
+            )
         for chunk in batch.prefills:
             request = chunk.request
             if chunk.is_last and request.status is RequestStatus.PREFILL:

@@ -74,7 +74,7 @@ class ForwardPass:
 
     def read_chunk(
         self, pieces: Sequence[Tensor], state: ModelState, spans: Spans, account: Account, *,
-        keep_boundary: int | None,
+        keep_boundary: int | None, all_rows: bool = False,
     ) -> Boundary | None:  # fmt: skip
         """Encode one chunk of prompt tokens and project its decoder rows.
 
@@ -82,6 +82,7 @@ class ForwardPass:
             pieces: ids of each sequence of `spans`.
             keep_boundary: boundary rows to stash per sequence for a later replay; None = run the
                 decoder on every row now (`full`) and return the stream of each last row.
+            all_rows: return the stream of every row instead (only without `keep_boundary`).
         """
         rows = self.rows(state, spans)
         engram = self._engram_rows(pieces, state, spans)
@@ -90,7 +91,7 @@ class ForwardPass:
         if keep_boundary is None:
             steps = [LayerRows(spans.num_rows, spans.num_rows)] * len(self.plan.decoder)
             with account.replay.timed():
-                last = self._decode(boundary, rows, spans, steps, engram, account)
+                last = self._decode(boundary, rows, spans, steps, engram, account, all_rows)
         else:
             self._stash(boundary, state, spans, keep_boundary)
         self._advance(pieces, state, spans, decoded=keep_boundary is None)
@@ -197,11 +198,12 @@ class ForwardPass:
 
     def _decode(
         self, boundary: Boundary, rows: CachedRows, spans: Spans, steps: Sequence[LayerRows],
-        engram: Tensor | None, account: Account,
+        engram: Tensor | None, account: Account, all_rows: bool = False,
     ) -> Boundary:  # fmt: skip
         """Decoder layers on `spans`; the last layer answers for each sequence's last row only."""
         pairs = [(spans.tail(step.write), spans.tail(step.query)) for step in steps[:-1]]
-        pairs.append((spans.tail(steps[-1].write), spans.tail(1)))
+        last = spans.tail(steps[-1].write)
+        pairs.append((last, last if all_rows else spans.tail(1)))
         token_layers = sum(write.num_rows for write, _ in pairs)
         account.replay.add(spans.num_rows, len(pairs), token_layers)
         return self.net.decode(boundary, pairs, rows, engram)

@@ -9,8 +9,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from cedar.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from cedar.engine.sampler import Logprob
 
 
 class RequestStatus(Enum):
@@ -53,7 +57,9 @@ class Request:
         keys: chain keys of the full blocks known so far.
         published: leading blocks that have been made findable.
         is_placed: whether its slot has been set up since it was admitted.
-        arrival, first_token, finished_at: monotonic seconds.
+        prompt_logprobs: entries of each prompt token read so far, when asked for; None for the
+            first token, which nothing predicts.
+        arrival, started, first_token, finished_at: monotonic seconds.
     """
 
     request_id: str
@@ -78,9 +84,16 @@ class Request:
     keys: list[bytes] = field(default_factory=list)
     published: int = 0
     is_placed: bool = False
+    prompt_logprobs: list[tuple[Logprob, ...] | None] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
+    started: float | None = None
     first_token: float | None = None
     finished_at: float | None = None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether every prompt row must run through the decoder, whatever the engine's mode."""
+        return self.params.prompt_logprobs is not None
 
     @property
     def length(self) -> int:

@@ -5,6 +5,7 @@ Called by `engine.py`. It owns the state of all slots; the scheduler only knows 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -17,8 +18,12 @@ from cedar.engine.batch import Batch, PrefillChunk
 from cedar.engine.loaded_model import LoadedModel
 from cedar.engine.phases import check_decoder_prefill, replay_rows
 from cedar.engine.request import Request
-from cedar.engine.sampler import Sampled, new_generator, sample
+from cedar.engine.sampler import Sampled, new_generator, prompt_logprobs, sample
+from cedar.model.causal_lm import Boundary
 from cedar.model.spans import Spans
+
+#: Prompt rows whose logits are held at once; a row is as long as the vocabulary.
+_LOGIT_ROWS = 64
 
 
 class Runner:
@@ -52,8 +57,12 @@ class Runner:
         for request in (*(chunk.request for chunk in batch.prefills), *batch.decodes):
             self._place(request)
         results: list[tuple[Request, Sampled]] = []
-        if batch.prefills:
-            results += self._prefill(batch.prefills)
+        scored = [chunk for chunk in batch.prefills if chunk.request.wants_prompt_logprobs]
+        plain = [chunk for chunk in batch.prefills if not chunk.request.wants_prompt_logprobs]
+        if plain:
+            results += self._prefill(plain)
+        if scored:
+            results += self._prefill_scored(scored)
         if batch.decodes:
             results += self._decode(batch.decodes)
         return results
@@ -70,6 +79,8 @@ class Runner:
         if request.is_placed:
             return
         self.state.reset(slot)
+        if request.started is None:
+            request.started = time.monotonic()
         if request.cached_tokens:
             self.state.slots[slot].length = request.cached_tokens
             prefix = request.prompt_ids[: request.cached_tokens]
@@ -77,10 +88,8 @@ class Runner:
         request.is_placed = True
 
     def _prefill(self, chunks: Sequence[PrefillChunk]) -> list[tuple[Request, Sampled]]:
-        pieces = [torch.tensor(c.request.prompt_ids[c.start : c.start + c.count]) for c in chunks]
-        slots = [_slot(chunk.request) for chunk in chunks]
-        spans = Spans(tuple(slots), tuple(c.start for c in chunks), tuple(c.count for c in chunks))
-        forward = self._model.forward
+        pieces, spans = _rows_of(chunks)
+        slots, forward = spans.sequences, self._model.forward
         last = forward.read_chunk(pieces, self.state, spans, self.account, keep_boundary=self._keep)
         for chunk in chunks:
             chunk.request.read += chunk.count
@@ -93,6 +102,39 @@ class Runner:
             last = last.rows(torch.tensor(ending))
         requests = [chunks[i].request for i in ending]
         return self._sample(requests, self._model.net.logits(last))
+
+    def _prefill_scored(self, chunks: Sequence[PrefillChunk]) -> list[tuple[Request, Sampled]]:
+        """Read prompts with every row through the decoder and keep what each row predicts."""
+        pieces, spans = _rows_of(chunks)
+        out = self._model.forward.read_chunk(
+            pieces, self.state, spans, self.account, keep_boundary=None, all_rows=True
+        )
+        assert out is not None
+        results: list[tuple[Request, Sampled]] = []
+        for chunk, offset in zip(chunks, spans.offsets, strict=True):
+            chunk.request.read += chunk.count
+            rows = Boundary(
+                out.stream[offset : offset + chunk.count], out.pre[offset : offset + chunk.count]
+            )
+            self._score(chunk, rows)
+            if chunk.is_last:
+                last = self._model.net.logits(rows.rows(torch.tensor([chunk.count - 1])))
+                results += self._sample([chunk.request], last)
+        return results
+
+    def _score(self, chunk: PrefillChunk, rows: Boundary) -> None:
+        request = chunk.request
+        count = request.params.prompt_logprobs
+        assert count is not None
+        if chunk.start == 0:  # also after a preemption, when the prompt is read again
+            request.prompt_logprobs = [None]
+        following = request.prompt_ids[chunk.start + 1 : chunk.start + 1 + chunk.count]
+        for begin in range(0, len(following), _LOGIT_ROWS):
+            tokens = following[begin : begin + _LOGIT_ROWS]
+            part = rows.rows(torch.arange(begin, begin + len(tokens)))
+            request.prompt_logprobs += prompt_logprobs(
+                self._model.net.logits(part), tokens, count
+            )
 
     def _decode(self, requests: Sequence[Request]) -> list[tuple[Request, Sampled]]:
         ids = torch.tensor([request.next_token for request in requests])
@@ -117,6 +159,13 @@ class Runner:
             )  # fmt: skip
             results.append((request, drawn))
         return results
+
+
+def _rows_of(chunks: Sequence[PrefillChunk]) -> tuple[list[Tensor], Spans]:
+    """Token ids of chunks, and where their rows belong."""
+    pieces = [torch.tensor(c.request.prompt_ids[c.start : c.start + c.count]) for c in chunks]
+    slots = tuple(_slot(chunk.request) for chunk in chunks)
+    return pieces, Spans(slots, tuple(c.start for c in chunks), tuple(c.count for c in chunks))
 
 
 def _slot(request: Request) -> int:

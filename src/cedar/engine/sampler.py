@@ -81,6 +81,13 @@ def top_logprobs(logits: Tensor, token: int, count: int) -> tuple[Logprob, ...]:
     return tuple(entries)
 
 
+def prompt_logprobs(
+    logits: Tensor, tokens: Sequence[int], count: int
+) -> list[tuple[Logprob, ...]]:
+    """`top_logprobs` of prompt tokens: row i of `logits [n, V]` predicts `tokens[i]`."""
+    return [top_logprobs(row, token, count) for row, token in zip(logits, tokens, strict=True)]
+
+
 def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
     """Set what top-k, top-p and min-p exclude to -inf; the most likely token always stays."""
     if 0 < params.top_k < logits.shape[0]:
