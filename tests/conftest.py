@@ -41,15 +41,23 @@ ModelLoader = Callable[..., LoadedModel]
 RowsWatcher = Callable[[LoadedModel], AbstractContextManager[list[CachedRows]]]
 
 
-def _works(name: str) -> bool:
+def _problem(name: str) -> str | None:
+    """Why a backend cannot be used here; None if it can."""
     try:
         select_operators(name)
-    except CedarError:
-        return False
-    return True
+    except (CedarError, OSError, AttributeError) as error:
+        return str(error)
+    return None
 
 
-BACKENDS = ["reference", *(name for name in ("native",) if _works(name))]
+PROBLEMS = {name: _problem(name) for name in ("native",)}
+BACKENDS = ["reference", *(name for name, problem in PROBLEMS.items() if problem is None)]
+
+
+def pytest_report_header() -> list[str]:
+    """Say which backends are tested, and why another is not."""
+    left_out = [f"{name} left out: {problem}" for name, problem in PROBLEMS.items() if problem]
+    return [f"kernel backends: {', '.join(BACKENDS)}", *left_out]
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
