@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 import torch
 
+from cedar.bench.memory import PeakMemory
 from cedar.cache.state import ModelState
 from cedar.config import ModelConfig, preset
 from cedar.engine.account import Account
@@ -118,6 +119,19 @@ def test_a_real_prefix_hit_runs_the_rows_of_the_ledger(
         )  # fmt: skip
         assert ledger["cached_tokens"] == cached
         check_phases(account, ledger)
+
+
+@pytest.mark.parametrize(("name", "prompt"), [("tiny", 1_500), ("nano", 900)])
+def test_the_peak_of_a_real_run_stays_within_the_plan(name: str, prompt: int) -> None:
+    loaded = model(name, "ced+csa2")
+    ids = torch.arange(prompt).remainder(64).unsqueeze(0)
+    with PeakMemory() as memory:
+        state = loaded.new_state(max_tokens=prompt + 1)
+        loaded.prefill(ids, state, decoder_prefill="report")
+        loaded.step(torch.tensor([5]), state)
+    ledger = ledger_of(name, "ced+csa2", input_tokens=prompt, output_tokens=1)
+    planned = ledger["sequences_bytes"] + ledger["scratch.total_bytes"]
+    assert memory.peak_bytes <= 1.02 * planned + ledger["allowance_bytes"]
 
 
 def test_a_longer_tail_runs_the_rows_of_the_ledger() -> None:

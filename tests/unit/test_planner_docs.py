@@ -10,6 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from cedar.cli.plan import plan
+from cedar.config import preset
+from cedar.planner.flows import Planner, Site
+from cedar.planner.hardware import find_machine, machines
+from cedar.planner.render import ledger_table
+from cedar.planner.request import Request
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("README.md")])
@@ -40,6 +45,21 @@ def run(command: str, *more: str) -> str:
     if result.exception is not None:
         raise result.exception
     return result.stdout
+
+
+def test_the_ledger_page_lists_every_byte_formula_as_it_runs() -> None:
+    site = Site(find_machine("dgx-h200"), {"engram_tables": "ram"})
+    request = Request(input_tokens=30_000, output_tokens=1_000)
+    ledger = Planner(preset("v4.1-flash")).plan(request, "ced+csa2", site).ledger
+    page = (ROOT / "docs/ledger.md").read_text(encoding="utf-8")
+    assert ledger_table(line for line in ledger.lines if line.unit in ("B", "B/token")) in page
+
+
+def test_the_planner_page_lists_every_named_machine() -> None:
+    page = (ROOT / "docs/planner.md").read_text(encoding="utf-8")
+    for name, machine in machines().items():
+        assert f"| `{name}` |" in page
+        assert machine.source in page
 
 
 def test_the_planner_page_shows_commands() -> None:

@@ -56,7 +56,7 @@ def test_what_is_needed_is_the_sum_of_what_is_listed(nano: Planner) -> None:
     assert ledger["fit.weights_bytes"] == ledger["weights.total_bytes"]
 
 
-@pytest.mark.parametrize("memory", [10**9, 2 * 10**9, 40 * 10**9])
+@pytest.mark.parametrize("memory", [1_100 * 10**6, 2 * 10**9, 40 * 10**9])
 @pytest.mark.parametrize("name", ["nano", "article-thin"])
 def test_the_largest_concurrency_fits_and_one_more_does_not(name: str, memory: int) -> None:
     planner = Planner(preset(name))
@@ -66,7 +66,7 @@ def test_the_largest_concurrency_fits_and_one_more_does_not(name: str, memory: i
     assert not on(planner, box(memory), replace(REQUEST, concurrency=most + 1)).fits
 
 
-@pytest.mark.parametrize("memory", [700 * 10**6, 900 * 10**6])
+@pytest.mark.parametrize("memory", [1_100 * 10**6, 1_300 * 10**6])
 def test_the_largest_context_fits_and_one_block_more_does_not(memory: int) -> None:
     planner = Planner(preset("article-thin"))
     longest = int(on(planner, box(memory)).ledger["fit.largest_context"])

@@ -133,6 +133,6 @@ def test_hits_are_whole_blocks_and_never_more_than_the_prompt() -> None:
 
 def test_a_sum_of_scratch_parts_is_the_scratch() -> None:
     ledger = ledger_of(preset("article-thin"), Request(input_tokens=3_000, output_tokens=1))
-    parts = ("stream", "heads", "experts", "score", "logits")
+    parts = ("stream", "heads", "experts", "tile", "logits")
     total = sum(ledger[f"scratch.{part}_bytes"] for part in parts) + ledger["boundary_bytes"]
     assert ledger["scratch.total_bytes"] == total

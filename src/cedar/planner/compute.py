@@ -10,10 +10,8 @@ Which rows a mode of the decoder's prefill runs is in `replay`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-
 from cedar.config.layer_plan import LayerPlan, LayerSpec
+from cedar.planner.expression import total_of
 from cedar.planner.ledger import Ledger
 from cedar.planner.replay import LayerRows, decoder_rows, first_rows, replayed_prefix
 from cedar.planner.request import DecoderPrefill, Request
@@ -113,12 +111,6 @@ def _add_token_layers(ledger: Ledger, plan: LayerPlan, steps: list[LayerRows]) -
     ledger.derive(
         "decode_token_layers", "output_tokens * model.layers", "tokens x layers", "decode steps"
     )
-
-
-def total_of(terms: Iterable[str]) -> str:
-    """Sum of formulas with equal ones gathered: "19 * (a) + 1 * (b)"."""
-    counts = Counter(term for term in terms if term != "0")
-    return " + ".join(f"{count} * ({term})" for term, count in counts.items()) or "0"
 
 
 def _between(end: str, first: str, ratio: int, cap: str) -> str:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import lru_cache
 
@@ -148,3 +149,9 @@ def evaluate(formula: str, values: Mapping[str, Number]) -> Number:
     if isinstance(result, Fraction):
         return result.numerator if result.denominator == 1 else float(result)
     return result
+
+
+def total_of(terms: Iterable[str]) -> str:
+    """Sum of formulas with equal ones gathered: "19 * (a) + 1 * (b)"."""
+    counts = Counter(term for term in terms if term != "0")
+    return " + ".join(f"{count} * ({term})" for term, count in counts.items()) or "0"

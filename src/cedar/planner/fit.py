@@ -14,7 +14,6 @@ from cedar.errors import DoesNotFitError, UsageError
 from cedar.planner.expression import Number
 from cedar.planner.hardware import Machine
 from cedar.planner.ledger import Kind, Ledger
-from cedar.planner.memory import SCORE_TILE
 from cedar.planner.weights import CAN_LIVE, Place, WeightClass
 from cedar.units import format_bytes
 
@@ -132,14 +131,11 @@ def _check_wanted(
             )
 
 
-def add_fit(
-    ledger: Ledger, machine: Machine, placement: Placement, *, max_context: int, score_ratio: int
-) -> None:
+def add_fit(ledger: Ledger, machine: Machine, placement: Placement, *, max_context: int) -> None:
     """Add the machine's numbers, the demand on its first tier, and what else would fit.
 
     Args:
         max_context: longest sequence of the model (max_position_embeddings).
-        score_ratio: smallest compress ratio, which sets the width of the index score tile.
     """
     own = machine.kind
     counted: Kind = "derived" if own == "measured" else own
@@ -156,7 +152,6 @@ def add_fit(
     for name, unit, value, kind in numbers:
         ledger.add(f"machine.{name}", value, unit, machine.title, machine.source, kind)
     ledger.add("model.max_context", max_context, "tokens", "max_position_embeddings", "config")
-    ledger.add("model.score_ratio", score_ratio, "", "smallest compress ratio", "layer plan")
     prefix = "rank" if placement.first.place == "gpu" else "weights"
     here = [f"{prefix}.{name}_bytes" for name in placement.in_place(placement.first.place)]
     ledger.derive("fit.weights_bytes", " + ".join(here), "B", "classes that live in the first tier")
@@ -189,33 +184,26 @@ def _add_largest(ledger: Ledger) -> None:
     """Largest context at this concurrency, and largest concurrency at this and other contexts."""
     ledger.derive(
         "fit.base_bytes",
-        "fit.weights_bytes + scratch.total_bytes - scratch.score_bytes - scratch.logits_bytes"
-        " + allowance_bytes",
-        "B", "demand that depends on neither context nor concurrency",
-    )  # fmt: skip
-    ledger.derive(
-        "fit.score_bytes_per_token", f"min({SCORE_TILE}, prefill_chunk) * 4 / model.score_ratio",
-        "B/token", "index score tile",
+        "fit.weights_bytes + scratch.total_bytes - scratch.logits_bytes + allowance_bytes", "B",
+        "demand that depends on neither context nor concurrency",
     )  # fmt: skip
     ledger.derive(
         "fit.largest_context",
         "max(0, min(model.max_context, (machine.memory_bytes - fit.base_bytes - concurrency *"
-        " (sequence_fixed_bytes + model.vocab * 4)) // max(1, concurrency * kv_block_bytes +"
-        " block_size * fit.score_bytes_per_token) * block_size))",
+        " (sequence_fixed_bytes + model.vocab * 4)) // max(1, concurrency * kv_block_bytes)"
+        " * block_size))",
         "tokens", f"{_SEQUENCES}; whole blocks, at most the model's context",
     )  # fmt: skip
     ledger.derive(
         "fit.largest_concurrency",
-        "max(0, (machine.memory_bytes - fit.base_bytes - scratch.score_bytes)"
-        " // (sequence_bytes + model.vocab * 4))",
+        "max(0, (machine.memory_bytes - fit.base_bytes) // (sequence_bytes + model.vocab * 4))",
         "sequences", f"{_SEQUENCES}; at this request's context",
     )  # fmt: skip
     for tokens in CONTEXTS:
         if tokens <= ledger["model.max_context"]:
             ledger.derive(
                 f"fit.concurrency_at.t{tokens}",
-                "max(0, (machine.memory_bytes - fit.base_bytes"
-                f" - {tokens} * fit.score_bytes_per_token) // (sequence_fixed_bytes"
+                "max(0, (machine.memory_bytes - fit.base_bytes) // (sequence_fixed_bytes"
                 f" + ceil_div({tokens}, block_size) * kv_block_bytes + model.vocab * 4))",
                 "sequences", f"{_SEQUENCES}; at {tokens:,} tokens each",
             )  # fmt: skip

@@ -164,11 +164,7 @@ class Planner:
             raise UsageError("pinned memory needs an accelerator; this machine has none")
         add_ranks(ledger, plan.config, weights, machine.devices, site.expert_alignment)
         placement = place(ledger, machine, site.wanted, pinned=site.pinned)
-        ratios = [spec.compress_ratio for spec in plan.config.plan.kv_owners]
-        add_fit(
-            ledger, machine, placement, max_context=plan.config.max_position_embeddings,
-            score_ratio=min(ratios, default=1),
-        )  # fmt: skip
+        add_fit(ledger, machine, placement, max_context=plan.config.max_position_embeddings)
         if not placement.fits:
             return replace(plan, placement=placement)
         skips = decoder_mode(plan.request, ced="ced" in plan.flow) != "full"

@@ -7,13 +7,14 @@ lines everywhere: windows never grow with the context and are never charged as i
 from __future__ import annotations
 
 from cedar.config.layer_plan import LayerPlan
+from cedar.planner.expression import total_of
 from cedar.planner.ledger import Ledger
 from cedar.planner.model_lines import owner_terms
 
 _POOL = "rows of the KV owners; reuse, reindex and window layers own none"
 
-#: Queries whose index scores are held at once by a kernel that does not stream them.
-SCORE_TILE = 128
+#: Most that the operators hold of gathered rows and index scores: six tiles of 64 MiB.
+TILE_BYTES = 6 * 64 * 2**20
 #: Process, libraries and allocator slack that no formula here predicts.
 ALLOWANCE_BYTES = 512 * 2**20
 
@@ -27,7 +28,7 @@ def add_memory(ledger: Ledger, plan: LayerPlan, write_rows: str) -> None:
     _add_slope(ledger, plan)
     _add_blocks(ledger, plan)
     _add_intercept(ledger, plan, write_rows)
-    _add_scratch(ledger, plan)
+    _add_scratch(ledger)
 
 
 def _add_slope(ledger: Ledger, plan: LayerPlan) -> None:
@@ -36,7 +37,7 @@ def _add_slope(ledger: Ledger, plan: LayerPlan) -> None:
         rates[spec.side].append(f"1 / {spec.compress_ratio}")
     for side, terms in rates.items():
         ledger.derive(
-            f"kv_per_token.{side}", f"rows.global_bytes * ({' + '.join(terms) or '0'})", "B/token",
+            f"kv_per_token.{side}", f"rows.global_bytes * ({total_of(terms)})", "B/token",
             f"{_POOL}; owners of the {side}",
         )  # fmt: skip
     ledger.derive(
@@ -80,11 +81,9 @@ def _add_intercept(ledger: Ledger, plan: LayerPlan, write_rows: str) -> None:
         "draft_window_bytes", "model.draft_layers * model.window * rows.window_bytes", "B",
         "rings of the draft layers; only when drafting",
     )  # fmt: skip
-    open_rows = " + ".join(
-        f"{spec.compress_ratio - 1}" for spec in plan.kv_owners if spec.compress_ratio > 1
-    )
+    open_rows = total_of(str(spec.compress_ratio - 1) for spec in plan.kv_owners)
     ledger.derive(
-        "open_group_bytes", f"({open_rows or '0'}) * 2 * model.head_dim * 4", "B",
+        "open_group_bytes", f"({open_rows}) * 2 * model.head_dim * 4", "B",
         "up to ratio - 1 rows of (kv, gate) in fp32 per owner",
     )  # fmt: skip
     ledger.derive(
@@ -106,7 +105,7 @@ def _add_intercept(ledger: Ledger, plan: LayerPlan, write_rows: str) -> None:
     )
 
 
-def _add_scratch(ledger: Ledger, plan: LayerPlan) -> None:
+def _add_scratch(ledger: Ledger) -> None:
     ledger.derive(
         "prefill_chunk", "min(max_num_batched_tokens, phases.encode.tokens)", "tokens",
         "rows of one prefill chunk",
@@ -125,21 +124,20 @@ def _add_scratch(ledger: Ledger, plan: LayerPlan) -> None:
         "prefill_chunk * (model.experts_per_token + 1) * model.expert_width * (2 * 4 + 2)", "B",
         f"gate and up in fp32, their product in bf16; {source}",
     )  # fmt: skip
-    ratios = [spec.compress_ratio for spec in plan.kv_owners]
-    keys = f"ceil_div(total_tokens, {min(ratios)})" if ratios else "0"
-    ledger.derive(
-        "scratch.score_bytes", f"min({SCORE_TILE}, prefill_chunk) * {keys} * 4", "B",
-        f"fp32 index scores of a tile of {SCORE_TILE} queries against every key",
+    ledger.add(
+        "scratch.tile_bytes", TILE_BYTES, "B", "6 tiles of 64 MiB: gathered rows, index scores",
+        "tile limit of the reference operators, which take queries in tiles whatever the context",
     )  # fmt: skip
     ledger.derive(
         "scratch.logits_bytes", "concurrency * model.vocab * 4", "B", "one fp32 row a sequence"
     )
-    parts = [f"scratch.{part}_bytes" for part in ("stream", "heads", "experts", "score", "logits")]
+    parts = [f"scratch.{part}_bytes" for part in ("stream", "heads", "experts", "tile", "logits")]
     ledger.derive(
         "scratch.total_bytes", " + ".join([*parts, "boundary_bytes"]), "B",
         "sum of the parts and the boundary rows of the one prompt being read",
     )  # fmt: skip
     ledger.add(
         "allowance_bytes", ALLOWANCE_BYTES, "B",
-        "stated allowance for the process, its libraries and the allocator", "cedar", "given",
+        "stated allowance for the process, its libraries and the allocator",
+        "236 MB measured after importing torch and cedar, the rest is slack", "given",
     )  # fmt: skip

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable
 
 from cedar.planner.export import PlanReport
+from cedar.planner.ledger import LedgerLine
 from cedar.planner.section import Section
 from cedar.planner.sections import sections, title
+from cedar.units import format_count
 
 _WIDTH = 100
 
@@ -30,9 +33,20 @@ def to_markdown(report: PlanReport, *, explain: bool = False) -> str:
         blocks.append("\n".join(lines))
     if explain:
         blocks.append(
-            f"## Ledger of flow {report.primary}\n\n```\n{report.main.ledger.explain()}\n```"
+            f"## Ledger of flow {report.primary}\n\n" + ledger_table(report.main.ledger.lines)
         )
     return "\n\n".join(blocks) + "\n"
+
+
+def ledger_table(lines: Iterable[LedgerLine]) -> str:
+    """Ledger lines as a Markdown table: value, formula, kind and source of each."""
+    rows = ["| line | value | formula | kind | source |", "|---|---:|---|---|---|"]
+    for line in lines:
+        value = format_count(line.value, 4)
+        formula = f"`{line.formula}`" if line.inputs else line.formula
+        unit = f" {line.unit}" if line.unit else ""
+        rows.append(f"| `{line.name}` | {value}{unit} | {formula} | {line.kind} | {line.source} |")
+    return "\n".join(rows)
 
 
 def _wrap(text: str, indent: str = "") -> str:

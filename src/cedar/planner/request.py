@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cedar.config.flows import FLOWS, Flow
 from cedar.config.model_config import ModelConfig
 from cedar.errors import RequestError, UsageError
 
-Flow = Literal["none", "ced", "csa2", "ced+csa2"]
-FLOWS: tuple[Flow, ...] = ("none", "ced", "csa2", "ced+csa2")
+__all__ = ["DECODER_PREFILL", "ENCODER_REPLAY", "FLOWS", "DecoderPrefill", "EncoderReplay", "Flow",
+           "Request", "flow_switches"]  # fmt: skip
 
 DecoderPrefill = Literal["full", "report", "cut", "exact"]
 DECODER_PREFILL: tuple[DecoderPrefill, ...] = ("full", "report", "cut", "exact")
@@ -24,9 +25,10 @@ def flow_switches(flow: str) -> tuple[bool, bool]:
     Raises:
         UsageError: the name is unknown; the message lists the four.
     """
-    if flow not in FLOWS:
-        raise UsageError(f"unknown flow {flow!r}; allowed: {', '.join(FLOWS)}")
-    return "ced" in flow.split("+"), "csa2" in flow.split("+")
+    for name, switches in FLOWS.items():
+        if name == flow:
+            return switches
+    raise UsageError(f"unknown flow {flow!r}; allowed: {', '.join(FLOWS)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

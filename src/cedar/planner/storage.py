@@ -7,7 +7,8 @@ rows, and all windows at each stored boundary.
 from __future__ import annotations
 
 from cedar.config.layer_plan import LayerPlan
-from cedar.planner.compute import scored_rows, selected_rows, total_of
+from cedar.planner.compute import scored_rows, selected_rows
+from cedar.planner.expression import total_of
 from cedar.planner.ledger import Ledger
 from cedar.planner.model_lines import owner_terms
 from cedar.planner.weights import PRODUCTS
@@ -30,7 +31,7 @@ def add_storage(ledger: Ledger, plan: LayerPlan, unshared: LayerPlan) -> None:
         "store.complete_block_bytes", "total_tokens // block_size * kv_block_bytes", "B",
         "what is written while the last block is still open",
     )  # fmt: skip
-    rates = " + ".join(f"1 / {spec.compress_ratio}" for spec in unshared.kv_owners) or "0"
+    rates = total_of(f"1 / {spec.compress_ratio}" for spec in unshared.kv_owners)
     ledger.derive(
         "store.baseline_bytes_per_token", f"rows.global_bytes * ({rates})", "B/token",
         "the same model without sharing: every non-window layer owns its rows",
