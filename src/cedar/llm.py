@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from cedar.cache.cached_rows import IndexKeyRule
+from cedar.cache.hashing import KEY_BYTES
 from cedar.config.engine_config import EngineConfig
 from cedar.engine.engine import Engine, StepOutput
 from cedar.engine.loaded_model import LoadedModel
@@ -18,7 +20,7 @@ from cedar.engine.request import FinishReason
 from cedar.engine.sampler import Logprob
 from cedar.engine.sampling_params import SamplingParams
 from cedar.errors import UsageError
-from cedar.loading import PRESET_PREFIX, load, resolve_model
+from cedar.loading import PRESET_PREFIX, load, prefix_root, resolve_model
 from cedar.text.completion import CompletionText
 from cedar.text.tokenizer import Tokenizer
 
@@ -103,8 +105,32 @@ class LLM:
             if tokenizer is None and not str(model).startswith(PRESET_PREFIX):
                 tokenizer = Tokenizer.from_directory(resolve_model(model))
         self.tokenizer = tokenizer
-        self.engine = Engine(self.model, EngineConfig(**engine))
+        config = EngineConfig(**engine)
+        root = bytes(KEY_BYTES)
+        if config.prefix_store_dir is not None:
+            if isinstance(model, LoadedModel):
+                raise UsageError(
+                    "prefix_store_dir needs the model by name: the store is bound to the weights on "
+                    "disk; pass LLM a directory or a name instead of a loaded model"
+                )
+            root = prefix_root(model, self.model, config, seed)
+        self.engine = Engine(self.model, config, root)
         self._count = 0
+
+    def close(self) -> None:
+        """Finish writing to the prefix store and close it; nothing to do without one."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     @property
     def eos_token_id(self) -> int | None:

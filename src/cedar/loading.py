@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from cedar.cache.cached_rows import IndexKeyRule
+from cedar.cache.hashing import Fingerprint, files_digest, weights_digest
+from cedar.config.engine_config import EngineConfig
 from cedar.config.engram_hash import engram_hash
 from cedar.config.model_config import ModelConfig
 from cedar.config.presets import preset
@@ -95,6 +97,32 @@ def load(
         pad = int(compressed[config.engram_pad_token_id])
         engram = EngramRows(engram_hash(config, pad), compressed)
     return LoadedModel(net, engram=engram, index_key_rule=index_key_rule)
+
+
+def prefix_root(name: str | Path, model: LoadedModel, engine: EngineConfig, seed: int) -> bytes:
+    """Fingerprint of everything that stored rows of this model depend on besides tokens.
+
+    Reads all weights once to digest them.
+
+    Args:
+        name: as given to `load`.   model: what `load` made of it.   seed: of preset weights.
+    """
+    if str(name).startswith(PRESET_PREFIX):
+        weights, tokenizer = f"{name} seed {seed}".encode(), b""
+    else:
+        directory = resolve_model(name)
+        weights = weights_digest(directory)
+        tokenizer = files_digest([directory / "tokenizer.json"])
+    mode = engine.resolve_decoder_prefill(model.plan)
+    return Fingerprint.of(
+        model.config,
+        weights=weights,
+        tokenizer=tokenizer,
+        index_key_rule=model.index_key_rule,
+        replay_mode=f"{engine.encoder_replay}, decoder {mode} x {engine.replay_windows}",
+        numerics=f"{model.net.dtype}, {model.ops.name}",
+        block_size=engine.block_size,
+    ).root()
 
 
 def from_config(

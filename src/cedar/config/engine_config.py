@@ -22,6 +22,9 @@ class EngineConfig:
         replay_windows: windows of prompt that report and cut run through the decoder.
         enable_prefix_caching: reuse global rows of equal prefixes.
         encoder_replay: how windows are rebuilt after a prefix hit, bounded or exact.
+        prefix_store_dir: directory of the prefix store on disk; None = memory only. Switches
+            enable_prefix_caching on.
+        prefix_store_size: bytes that all files of the store may take together.
     """
 
     max_model_len: int = 4096
@@ -33,6 +36,8 @@ class EngineConfig:
     replay_windows: int = 1
     enable_prefix_caching: bool = False
     encoder_replay: str = "bounded"
+    prefix_store_dir: str | None = None
+    prefix_store_size: int = 8 << 30
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
@@ -40,8 +45,15 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{name}={value!r} must be an integer of at least 1")
+        if self.prefix_store_size < 1:
+            raise UsageError(f"prefix_store_size={self.prefix_store_size} must be at least 1 byte")
         if self.num_blocks is not None and self.num_blocks < 1:
             raise UsageError(f"num_blocks={self.num_blocks} must be at least 1, or None")
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether prefixes are looked up and kept."""
+        return self.enable_prefix_caching or self.prefix_store_dir is not None
 
     @property
     def blocks_per_sequence(self) -> int:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from cedar.cache.block_pool import BlockPool
 from cedar.cache.hashing import KEY_BYTES
+from cedar.cache.store import PrefixStore
 from cedar.config.engine_config import EngineConfig
 from cedar.engine.account import Account
+from cedar.engine.disk_tier import DiskTier
 from cedar.engine.loaded_model import LoadedModel
 from cedar.engine.phases import EncoderReplay, check_choice
 from cedar.engine.prefix_reuse import PrefixReuse
@@ -56,11 +58,33 @@ class Engine:
         check_choice("encoder_replay", config.encoder_replay, EncoderReplay)
         self.pool = BlockPool(config.pool_blocks)
         self.runner = Runner(model, config)
+        self._tier = self._open_tier(prefix_root)
         reuse = None
-        if config.enable_prefix_caching:
-            reuse = PrefixReuse(model.plan, config, self.pool, prefix_root)
+        if config.caches_prefixes:
+            reuse = PrefixReuse(model.plan, config, self.pool, prefix_root, self._tier)
         self.scheduler = Scheduler(config, self.pool, model.config.vocab_size, reuse)
         self._requests: dict[str, Request] = {}
+
+    def _open_tier(self, root: bytes) -> DiskTier | None:
+        config, rows = self.config, self.runner.state.pool
+        if config.prefix_store_dir is None:
+            return None
+        store = PrefixStore(
+            config.prefix_store_dir, root=root, limit_bytes=config.prefix_store_size,
+            record_bytes=rows.block_bytes,
+        )  # fmt: skip
+        return DiskTier(rows, store)
+
+    @property
+    def tier(self) -> DiskTier | None:
+        """The prefix store on disk, if one is configured."""
+        return self._tier
+
+    def close(self) -> None:
+        """Finish writing to the prefix store and close it."""
+        if self._tier is not None:
+            self._tier.close()
+            self._tier = None
 
     @property
     def account(self) -> Account:

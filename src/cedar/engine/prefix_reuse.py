@@ -7,12 +7,35 @@ again on the tokens before the hit's end (`phases.encoder_replay_rows`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from cedar.cache.block_pool import BlockPool
 from cedar.cache.hashing import block_keys, chain_start, next_key
 from cedar.config.engine_config import EngineConfig
 from cedar.config.layer_plan import LayerPlan
 from cedar.engine.phases import boundary_rows, encoder_replay_rows
 from cedar.engine.request import Request
+
+
+class BlockTier(Protocol):
+    """Blocks beyond memory, see `disk_tier.DiskTier`."""
+
+    def count_leading(self, keys: Sequence[bytes], max_depth: int | None) -> int:
+        """How many leading blocks are worth loading."""
+        ...
+
+    def load(
+        self, keys: Sequence[bytes], blocks: Sequence[int], max_depth: int | None
+    ) -> list[int]:
+        """Fill blocks; the replay depths of the leading ones that were filled."""
+        ...
+
+    def save(
+        self, start_key: bytes, keys: Sequence[bytes], blocks: Sequence[int], depths: Sequence[int]
+    ) -> None:
+        """Keep a copy of a sequence's full blocks."""
+        ...
 
 
 class PrefixReuse:
@@ -22,10 +45,13 @@ class PrefixReuse:
         plan: window and layers decide how much is replayed.   config: modes.
         pool: where blocks are found.
         root: fingerprint of everything rows depend on besides tokens.
+        tier: blocks on disk; None = memory only.
     """
 
-    def __init__(self, plan: LayerPlan, config: EngineConfig, pool: BlockPool, root: bytes) -> None:
+    def __init__(self, plan: LayerPlan, config: EngineConfig, pool: BlockPool, root: bytes, tier: BlockTier | None = None,
+    ) -> None:  # fmt: skip
         self._plan, self._config, self._pool, self._root = plan, config, pool, root
+        self._tier = tier
 
     def adopt(self, request: Request) -> list[int]:
         """Take the blocks a new request starts from; each gets a reference.
@@ -39,19 +65,50 @@ class PrefixReuse:
             self._root, request.prompt_ids, config.block_size, request.cache_salt
         )
         exact = config.encoder_replay == "exact"
-        found = self._pool.longest_prefix(request.keys, max_depth=0 if exact else None)
+        found = self._find(request, max_depth=0 if exact else None)
         request.matched_tokens = len(found) * config.block_size
         request.miss_reason = self._why_not(request)
         if request.miss_reason is not None:
+            self._pool.release(found)
             return []
-        for block in found:
-            self._pool.acquire(block)
         request.cached_tokens = request.matched_tokens
         request.read = max(0, request.cached_tokens - self._replayed(request))
         request.depth = max(self._pool.depth_of(block) for block in found)
         if request.read > 0 and not exact:
             request.depth += 1
         return found
+
+    def _find(self, request: Request, max_depth: int | None) -> list[int]:
+        """The leading blocks that are in memory or on disk, each with a reference taken."""
+        found = self._pool.longest_prefix(request.keys, max_depth)
+        for block in found:
+            self._pool.acquire(block)
+        request.disk_tokens = 0
+        rest = request.keys[len(found) :]
+        count = self._tier.count_leading(rest, max_depth) if self._tier and rest else 0
+        fresh = self._pool.allocate(count) if count else None
+        if self._tier is None or fresh is None:
+            return found
+        depths = self._tier.load(rest[:count], fresh, max_depth)
+        self._pool.release(fresh[len(depths) :])
+        for block, key, depth in zip(fresh, rest, depths, strict=False):
+            self._pool.publish(block, key, depth)
+        request.disk_tokens = len(depths) * self._config.block_size
+        return found + fresh[: len(depths)]
+
+    def save(self, request: Request) -> None:
+        """Hand a request's full blocks to the tier beyond memory."""
+        if self._tier is None or not request.published:
+            return
+        blocks = request.block_ids[: request.published]
+        # A block may have been computed twice at once; the pool knows the one that is findable.
+        depths = [request.depth] * len(blocks)
+        for number, key in enumerate(request.keys[: len(blocks)]):
+            known = self._pool.lookup(key)
+            if known is not None:
+                depths[number] = min(depths[number], self._pool.depth_of(known))
+        start = chain_start(self._root, request.cache_salt)
+        self._tier.save(start, request.keys[: len(blocks)], blocks, depths)
 
     def publish(self, request: Request) -> None:
         """Make the blocks that a request has filled findable."""

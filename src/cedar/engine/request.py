@@ -52,6 +52,7 @@ class Request:
         preemptions: how often it lost its blocks.
         cache_salt: separates tenants in the prefix cache.
         matched_tokens, cached_tokens: prompt tokens found in the prefix cache, and taken from it.
+        disk_tokens: of the matched ones, those read from disk.
         miss_reason: why nothing was taken; None after a hit.
         depth: bounded replays that the rows computed by this request descend from.
         keys: chain keys of the full blocks known so far.
@@ -79,6 +80,7 @@ class Request:
     cache_salt: bytes = b""
     matched_tokens: int = 0
     cached_tokens: int = 0
+    disk_tokens: int = 0
     miss_reason: str | None = None
     depth: int = 0
     keys: list[bytes] = field(default_factory=list)

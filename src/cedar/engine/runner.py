@@ -132,9 +132,7 @@ class Runner:
         for begin in range(0, len(following), _LOGIT_ROWS):
             tokens = following[begin : begin + _LOGIT_ROWS]
             part = rows.rows(torch.arange(begin, begin + len(tokens)))
-            request.prompt_logprobs += prompt_logprobs(
-                self._model.net.logits(part), tokens, count
-            )
+            request.prompt_logprobs += prompt_logprobs(self._model.net.logits(part), tokens, count)
 
     def _decode(self, requests: Sequence[Request]) -> list[tuple[Request, Sampled]]:
         ids = torch.tensor([request.next_token for request in requests])

@@ -81,9 +81,7 @@ def top_logprobs(logits: Tensor, token: int, count: int) -> tuple[Logprob, ...]:
     return tuple(entries)
 
 
-def prompt_logprobs(
-    logits: Tensor, tokens: Sequence[int], count: int
-) -> list[tuple[Logprob, ...]]:
+def prompt_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[tuple[Logprob, ...]]:
     """`top_logprobs` of prompt tokens: row i of `logits [n, V]` predicts `tokens[i]`."""
     return [top_logprobs(row, token, count) for row, token in zip(logits, tokens, strict=True)]
 

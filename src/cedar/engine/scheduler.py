@@ -111,11 +111,16 @@ class Scheduler:
             return
         for request in (*(chunk.request for chunk in batch.prefills), *batch.decodes):
             self._reuse.publish(request)
+        for chunk in batch.prefills:
+            if chunk.is_last:
+                self._reuse.save(chunk.request)
 
     def retire(self) -> list[Request]:
         """Take finished requests off the running list and free what they held."""
         finished = [r for r in self.running if r.status is RequestStatus.FINISHED]
         for request in finished:
+            if self._reuse is not None:
+                self._reuse.save(request)
             self._release(request)
         return finished
 
