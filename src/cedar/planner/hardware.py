@@ -168,7 +168,7 @@ def this_machine(root: Path = Path("/"), *, bandwidth: float | None = None) -> M
     disk = shutil.disk_usage(Path.cwd()).free
     return Machine(
         name="this",
-        title=f"this machine, {cores} cores",
+        title=f"this machine, {cores} core" + ("s" if cores > 1 else ""),
         memory_bytes=memory,
         bandwidth=measured,
         flops=cores * clock * per_cycle,
