@@ -28,7 +28,7 @@ namespace {
 
 constexpr int kTileKeys = 256;
 constexpr int kTileStrips = kTileKeys / kStrip;
-constexpr int kMostQueries = 128;      // per tile of queries
+constexpr int kMostQueries = 64;      // per tile of queries
 constexpr int64_t kShortestPart = 2048;  // keys
 constexpr int kPrefetch = 4;           // strips ahead
 constexpr int kUnused = -1;

@@ -166,7 +166,7 @@ struct TopK {
   // Large enough that a cut, which costs a few passes over the buffer, is rare; small enough that
   // the threshold, which only a cut moves, stays useful.
   static int capacity_for(int k) {
-    const int extra = 1 * k;
+    const int extra = 3 * k;
     return k + (extra < kMostOffered ? kMostOffered : extra > 3072 ? 3072 : extra);
   }
   static size_t room(int capacity) { return static_cast<size_t>(capacity) + kStrip; }
