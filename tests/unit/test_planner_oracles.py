@@ -10,7 +10,8 @@ from __future__ import annotations
 import pytest
 
 from cedar.config import preset
-from cedar.planner.flows import FlowPlan, Planner
+from cedar.planner.flows import FlowPlan, Planner, plan_all_flows, plan_request
+from cedar.planner.hardware import find_machine
 from cedar.planner.quoted import generations
 from cedar.planner.request import FLOWS, DecoderPrefill, Flow, Request
 from cedar.planner.weights import weigh
@@ -220,3 +221,13 @@ def test_without_ced_every_row_runs_through_every_layer(release: Planner) -> Non
         ledger = planned(release, flow).ledger
         assert ledger["decoder_token_layers"] == (2_560 if "ced" in flow else 600_000)
         assert ledger["phases.project.layers"] == {"ced": 20, "ced+csa2": 1}.get(flow, 0)
+
+
+def test_the_short_calls_plan_what_the_planner_plans(article: Planner) -> None:
+    config = preset("article")
+    one = plan_request(config, ARTICLE, "csa2")
+    all_four = plan_all_flows(config, ARTICLE, find_machine("dgx-h200"))
+    assert dict(one.ledger) == dict(planned(article, "csa2").ledger)
+    assert list(all_four) == list(FLOWS)
+    assert all(plan.fits for plan in all_four.values())
+    assert one.fits is None
