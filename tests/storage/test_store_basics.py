@@ -164,6 +164,8 @@ def test_mistakes_of_the_caller_are_refused(tmp_path: Path) -> None:
             store.put_many([Record(key=b"abc", parent=ROOT, start=0, tokens=1, payload=b"")])
         with pytest.raises(UsageError, match="allowed are 984"):
             store.put_many([record(0, 0, size=5_000_000)])
+        with pytest.raises(UsageError, match="2 keys need as many buffers, 1 were given"):
+            store.get_many([b"a" * 32, b"b" * 32], into=[bytearray(1)])
     with pytest.raises(StoreError, match="too small"):
         open_store(tmp_path / "b", limit=100_000)
 

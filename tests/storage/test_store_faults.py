@@ -170,6 +170,38 @@ def test_a_failed_read_is_a_miss_and_not_the_records_fault(tmp_path: Path) -> No
         assert found(store, chain(0, 2)) == [True, True]
 
 
+def test_reads_go_on_while_a_failed_index_is_opened_again(fast_path: Path) -> None:
+    class FailsDuringRead(WatchedFiles):
+        """In the middle of a read, a commit fails and the next write reads the index again."""
+
+        store: PrefixStore | None = None
+        fail_commit = False
+
+        def commit(self, db: sqlite3.Connection) -> None:
+            if self.fail_commit:
+                self.fail_commit = False
+                raise failure("commit", "EIO")
+            super().commit(db)
+
+        def read_at(self, fd: int, parts: Sequence[memoryview], offset: int) -> int:
+            store, self.store = self.store, None
+            if store is not None:
+                self.fail_commit = True
+                assert store.put_many(chain(1, 2)) == 0
+                store.delete([r.key for r in chain(0, 4)[2:]])
+                assert store.put_many(chain(1, 2)) == 2
+            return super().read_at(fd, parts, offset)
+
+    files = FailsDuringRead()
+    with open_store(fast_path, limit=LIMIT, files=files) as store:
+        store.put_many(chain(0, 4))
+        files.store = store
+        hits = store.get_many([r.key for r in chain(0, 4)])
+        assert [bytes(hit.payload) for hit in hits[:2] if hit] == [r.payload for r in chain(0, 2)]
+        assert found(store, chain(0, 4)) == [True, True, False, False]
+        assert every_record_is_right(store) == 4
+
+
 def test_a_store_that_cannot_be_opened_says_so_and_gives_the_lock_back(tmp_path: Path) -> None:
     class Full(FileSystem):
         def checkpoint(self, db: sqlite3.Connection) -> None:

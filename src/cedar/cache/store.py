@@ -211,12 +211,13 @@ class PrefixStore:
 
     def stats(self) -> StoreStats:
         """Sizes now, and what happened since opening."""
+        bytes_on_disk = directory_bytes(self.directory)
         with self._shelf.lock:
             space = self._shelf.space
             return StoreStats(
                 directory=str(self.directory),
                 limit_bytes=self.limit_bytes,
-                bytes_on_disk=directory_bytes(self.directory),
+                bytes_on_disk=bytes_on_disk,
                 slot_bytes=self.slot_bytes,
                 slots=space.capacity,
                 slots_used=space.slots_used,

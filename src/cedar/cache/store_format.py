@@ -50,6 +50,9 @@ class RecordKind(IntEnum):
     WINDOW = 2
 
 
+_KINDS = frozenset(RecordKind)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordInfo:
     """Everything about a record except its payload.
@@ -178,7 +181,7 @@ def decode_header(header: bytes, slot_bytes: int) -> RecordInfo | None:
         _FIXED.unpack_from(header)
     )
     known = magic == _MAGIC and version == LAYOUT_VERSION and size == slot_bytes
-    if not known or kind not in tuple(RecordKind) or not 1 <= count <= MAX_SLOTS:
+    if not known or kind not in _KINDS or not 1 <= count <= MAX_SLOTS:
         return None
     if len(header) < header_bytes(count) or payload > count * slot_bytes - header_bytes(count):
         return None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from cedar.cache.store_format import RecordInfo, RecordKind
 from cedar.cache.store_index import Ident
-from cedar.cache.store_records import Bytes, Counters, Hit, as_bytes
+from cedar.cache.store_records import Bytes, Counters, Hit, as_bytes, check_buffers
 from cedar.cache.store_shelf import Shelf
 from cedar.cache.store_space import Entry
 
@@ -45,6 +45,7 @@ class Lookup:
         max_depth: int | None,
     ) -> list[Hit | None]:  # fmt: skip
         """See `PrefixStore.get_many`."""
+        check_buffers(keys, into)
         with self._shelf.lock:
             space = self._shelf.space
             found = [self._find(key, kind, max_depth) for key in keys]
@@ -92,7 +93,7 @@ class Lookup:
             problems = {
                 ident: entry.problem
                 for ident, entry in self._blamed.items()
-                if entry.problem is not None and not entry.gone
+                if entry.problem is not None and self._is_current(entry)
             }
             self._blamed = {ident: self._blamed[ident] for ident in problems}
             return used, problems
@@ -132,9 +133,13 @@ class Lookup:
         self._counters.add(f"miss.{problem}")
         with self._shelf.lock:
             # Not to blame: a record that moved or left meanwhile, and a disk that fails just now.
-            if entry.info is info and not entry.gone and problem != "io":
+            if entry.info is info and self._is_current(entry) and problem != "io":
                 self._set_aside(entry, problem)
         return None
+
+    def _is_current(self, entry: Entry) -> bool:
+        """Whether it is still what its name finds; a reload of the index makes new entries."""
+        return self._shelf.space.find(entry.info.ident) is entry
 
     def _set_aside(self, entry: Entry, problem: str) -> None:
         if entry.problem is None:
@@ -145,6 +150,6 @@ class Lookup:
     def _touch(self, found: Iterable[Entry | str]) -> None:
         # The head last: it is part of every longer prefix.
         for entry in reversed(list(found)):
-            if isinstance(entry, Entry) and not entry.gone:
+            if isinstance(entry, Entry) and self._is_current(entry):
                 self._shelf.space.touch(entry)
                 self._touched.add(entry.info.ident)

@@ -45,6 +45,8 @@ _DAMAGE_CODES = (
     sqlite3.SQLITE_NOTADB,
 )
 
+_KINDS = frozenset(RecordKind)
+
 #: Seconds the writer waits for readers to leave the log; they take well under a millisecond each.
 _PATIENCE = 0.05
 
@@ -261,7 +263,7 @@ def _info(row: tuple[Any, ...], slot_bytes: int) -> RecordInfo | None:
     numbers = (start, tokens, depth, size, used)
     names = (key, root, parent)
     sound = (
-        kind in tuple(RecordKind)
+        kind in _KINDS
         and all(isinstance(name, bytes) and len(name) == KEY_BYTES for name in names)
         and all(isinstance(number, int) and 0 <= number < 1 << 63 for number in numbers)
         and isinstance(slots, bytes)

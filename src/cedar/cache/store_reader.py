@@ -24,6 +24,7 @@ from cedar.cache.store_records import (
     StoreStats,
     VerifyReport,
     as_bytes,
+    check_buffers,
 )
 from cedar.cache.store_slab import Slab
 from cedar.errors import StoreError
@@ -93,6 +94,7 @@ class PrefixReader:
         kind: RecordKind = RecordKind.GLOBAL, max_depth: int | None = None,
     ) -> list[Hit | None]:  # fmt: skip
         """As `PrefixStore.get_many`; a bad record is remembered here and stays in the store."""
+        check_buffers(keys, into)
         found = [self._find(key, kind, max_depth) for key in keys]
         for info in found:
             if isinstance(info, RecordInfo) and self._slab is not None:

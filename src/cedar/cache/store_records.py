@@ -9,10 +9,11 @@ import errno
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cedar.cache.store_format import RecordInfo, RecordKind
+from cedar.errors import UsageError
 
 Bytes = bytes | bytearray | memoryview
 
@@ -137,6 +138,16 @@ class Counters:
         """These counts are on disk now."""
         with self._lock:
             self._written.update(counts)
+
+
+def check_buffers(keys: Sequence[bytes], into: Sequence[Bytes] | None) -> None:
+    """Refuse a list of buffers that does not go with the keys.
+
+    Raises:
+        UsageError: there are more or fewer buffers than keys.
+    """
+    if into is not None and len(into) != len(keys):
+        raise UsageError(f"{len(keys)} keys need as many buffers, {len(into)} were given")
 
 
 def as_bytes(buffer: Bytes) -> memoryview:
