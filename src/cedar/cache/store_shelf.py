@@ -187,7 +187,7 @@ class Shelf:
     def _movable(self, behind: Sequence[Entry], num_slots: int) -> list[Entry]:
         """Records that fit the free slots in front, as many as one write may have."""
         room = self.space.num_free_below(num_slots)
-        chosen = []
+        chosen: list[Entry] = []
         for entry in behind:
             if len(chosen) == self.rows_per_batch:
                 break
