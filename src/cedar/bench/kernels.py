@@ -245,12 +245,14 @@ def _codec_cases() -> Iterator[Case]:
 
 
 def _glue_cases() -> Iterator[Case]:
+    fn, base, scale = torch.randn(24, 1024) / 32, torch.randn(24), torch.ones(3)
     for tokens in (2048, 1):
         stream = torch.randn(tokens, 4, 256, dtype=torch.bfloat16)
-        fn, base, scale = torch.randn(24, 1024) / 32, torch.randn(24), torch.ones(3)
 
         def run(ops: Operators, stream: Tensor = stream) -> object:
             return ops.hc_mixes(stream, fn, base, scale, iters=20, eps=1e-6, norm_eps=1e-20)
 
-        yield Case("mHC mixes + Sinkhorn", f"{tokens} tokens, 4 x 256", run, _close(1e-4),
-                   a_repeats=1 if tokens > 1 else 20)  # fmt: skip
+        yield Case(
+            "mHC mixes + Sinkhorn", f"{tokens} tokens, 4 x 256", run, _close(1e-4),
+            a_repeats=1 if tokens > 1 else 20,
+        )  # fmt: skip

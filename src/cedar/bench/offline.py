@@ -19,6 +19,7 @@ from cedar.config.flows import flow_config
 from cedar.config.presets import preset
 from cedar.engine.account import Account
 from cedar.engine.loaded_model import LoadedModel
+from cedar.engine.phases import DecoderPrefill
 from cedar.kernels.operators import Operators
 from cedar.loading import from_config
 
@@ -102,8 +103,8 @@ def _ced(native: Operators, preset_name: str, rounds: int, tokens: int = 30_000)
     with_ced = from_config(flow_config(preset(preset_name), "ced+csa2"), ops=native)
     without = from_config(flow_config(preset(preset_name), "csa2"), ops=native)
 
-    def run(model: LoadedModel, mode: str) -> object:
-        return model.prefill(ids, model.new_state(tokens), decoder_prefill=mode)  # type: ignore[arg-type]
+    def run(model: LoadedModel, mode: DecoderPrefill) -> object:
+        return model.prefill(ids, model.new_state(tokens), decoder_prefill=mode)
 
     ratio = interleave(
         lambda: run(with_ced, "report"), lambda: run(without, "full"), rounds=max(5, rounds // 2)
@@ -157,7 +158,7 @@ class TimedOperators:
 def step_breakdown(ops: Operators, preset_name: str, steps: int = 50) -> StepBreakdown:
     """Time of one decode step and of the operators in it; the rest is Python and torch glue."""
     timed = TimedOperators(ops)
-    model = from_config(preset(preset_name), ops=timed)  # type: ignore[arg-type]
+    model = from_config(preset(preset_name), ops=timed)
     state = model.new_state(_DECODE_CONTEXT + steps + 8)
     ids = random_prompt(_DECODE_CONTEXT, model.config.vocab_size)
     model.prefill(ids, state, decoder_prefill="report")

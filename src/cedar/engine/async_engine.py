@@ -35,6 +35,7 @@ class EngineSnapshot:
     waiting: int
     total_blocks: int
     free_blocks: int
+    preemptions: int
 
 
 class AsyncEngine:
@@ -78,6 +79,11 @@ class AsyncEngine:
         """What killed the engine thread; None while it is healthy."""
         return self._failure
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a request handed over now would be run."""
+        return self._thread.is_alive() and self._failure is None and not self._stopping.is_set()
+
     def snapshot(self) -> EngineSnapshot:
         """Counts right now; read without stopping the engine."""
         scheduler, pool = self.engine.scheduler, self.engine.pool
@@ -86,6 +92,7 @@ class AsyncEngine:
             waiting=len(scheduler.waiting) + len(self._pending),
             total_blocks=pool.num_blocks,
             free_blocks=pool.num_free,
+            preemptions=scheduler.preemptions,
         )
 
     async def generate(

@@ -48,7 +48,9 @@ class PrefixReuse:
         tier: blocks on disk; None = memory only.
     """
 
-    def __init__(self, plan: LayerPlan, config: EngineConfig, pool: BlockPool, root: bytes, tier: BlockTier | None = None,
+    def __init__(
+        self, plan: LayerPlan, config: EngineConfig, pool: BlockPool, root: bytes,
+        tier: BlockTier | None = None,
     ) -> None:  # fmt: skip
         self._plan, self._config, self._pool, self._root = plan, config, pool, root
         self._tier = tier

@@ -34,6 +34,7 @@ class Scheduler:
         self._reuse = reuse
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.preemptions = 0
         self._free_slots = list(reversed(range(config.max_num_seqs)))
 
     @property
@@ -160,6 +161,7 @@ class Scheduler:
             self._release(victim)
             victim.rewind()
             victim.preemptions += 1
+            self.preemptions += 1
             self.waiting.appendleft(victim)
             preempted.append(victim)
         return request not in preempted

@@ -57,7 +57,8 @@ PORTABLE_VARIANTS: Mapping[str, tuple[str, ...]] = {"scalar": ()}
 _ONCE = ("dispatch.cpp", "exports.cpp", "exports_model.cpp", "thread_pool.cpp")
 #: Kernels that also have a variant for matrix tiles; the others stop at AVX-512.
 _WITH_TILES = (
-    "index_topk.cpp", "sparse_attention.cpp", "matmul.cpp", "linear.cpp", "moe.cpp", "project.cpp", "route.cpp",
+    "index_topk.cpp", "sparse_attention.cpp", "matmul.cpp", "linear.cpp", "moe.cpp", "project.cpp",
+    "route.cpp",
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cedar.errors import UsageError
 from cedar.kernels.native.build import library_name
@@ -73,8 +73,8 @@ class NativeLibrary:
         handle.cedar_isa.restype = ctypes.c_char_p
         handle.cedar_set_isa.argtypes = [ctypes.c_char_p]
 
-    def call(self, name: str, *arguments: int | float | None) -> None:
-        """Run one kernel; pointers are integers (`tensor.data_ptr()`) or None.
+    def call(self, name: str, *arguments: int | float | ctypes.Array[Any] | None) -> None:
+        """Run one kernel; pointers are integers (`tensor.data_ptr()`), arrays of them, or None.
 
         Raises:
             UsageError: the kernel refused the arguments.
