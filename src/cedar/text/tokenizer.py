@@ -117,6 +117,11 @@ class Tokenizer:
         token_id = self._backend.token_to_id(token)
         return None if token_id is None else int(token_id)
 
+    def id_to_token(self, token_id: int) -> str | None:
+        """Returns the vocabulary entry of an id, as spelled in ``tokenizer.json``, or None."""
+        token = self._backend.id_to_token(token_id)
+        return None if token is None else str(token)
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Returns the ids of ordinary text; what looks like a control token is encoded as text.
 

@@ -1,0 +1,82 @@
+"""`cedar serve MODEL`: the OpenAI-compatible server. One line on stdout when it is ready."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cedar.cli.options import model_options
+from cedar.errors import UsageError
+
+
+@click.command()
+@model_options
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=8000, show_default=True, help="0 takes a free port.")
+@click.option("--served-model-name", multiple=True,
+              help="Name in the API; repeatable, the first is shown. Default: MODEL as given.")  # fmt: skip
+@click.option("--api-key", multiple=True,
+              help="Key that clients must send; repeatable. Also CEDAR_API_KEY.")  # fmt: skip
+@click.option("--max-model-len", type=int,
+              help="Tokens of a request, prompt and output. Default: the model's, up to 8192.")  # fmt: skip
+@click.option("--max-num-seqs", type=int, default=8, show_default=True, help="Requests in a batch.")
+@click.option("--max-num-batched-tokens", type=int, default=2048, show_default=True,
+              help="Prompt tokens read per step.")  # fmt: skip
+@click.option("--block-size", type=int, default=128, show_default=True, help="Tokens per KV block.")
+@click.option("--num-blocks", type=int, help="KV blocks; default: enough for every request.")
+@click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True,
+              show_default=True, help="Reuse the rows of equal prefixes.")  # fmt: skip
+@click.option("--encoder-replay", type=click.Choice(["bounded", "exact"]), default="bounded",
+              show_default=True, help="How windows are rebuilt after a prefix hit.")  # fmt: skip
+@click.option("--decoder-prefill", type=click.Choice(["report", "cut", "exact", "full"]),
+              help="Decoder rows of a prompt; default report, or full where CED is impossible.")  # fmt: skip
+@click.option("--replay-windows", type=int, default=1, show_default=True,
+              help="Windows that report and cut run through the decoder.")  # fmt: skip
+@click.option("--chat-template", type=click.Path(path_type=Path), help="Jinja template to use.")
+@click.option("--max-waiting", type=int, default=256, show_default=True,
+              help="Completions that may wait; more get 429.")  # fmt: skip
+@click.option("--max-body-bytes", type=int, default=32 * 2**20, show_default=True,
+              help="Largest request body.")  # fmt: skip
+@click.option("--keep-alive-seconds", type=float, default=15.0, show_default=True,
+              help="Silence on a stream after which a comment is sent.")  # fmt: skip
+@click.option("--grace-seconds", type=float, default=30.0, show_default=True,
+              help="Time for running requests after SIGTERM.")  # fmt: skip
+@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]),
+              default="warning", show_default=True)  # fmt: skip
+def serve(
+    model: str, kernels: str, dtype: str, index_key_rule: str, seed: int, host: str, port: int,
+    served_model_name: tuple[str, ...], api_key: tuple[str, ...], chat_template: Path | None,
+    max_waiting: int, max_body_bytes: int, keep_alive_seconds: float, grace_seconds: float,
+    log_level: str, **engine: Any,
+) -> None:  # fmt: skip
+    """Serve a model over HTTP, with OpenAI's API."""
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        from cedar.server.launch import CedarServer, bind, build_service, url_of
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"serving needs the package {error.name!r}; pip install 'cedar-llm[serve]'"
+        ) from None
+    from cedar.server.config import ServerConfig
+
+    keys = api_key or tuple(filter(None, (os.environ.get("CEDAR_API_KEY"),)))
+    config = ServerConfig(
+        host=host, port=port, served_model_names=served_model_name or (model,), api_keys=keys,
+        max_waiting=max_waiting, max_body_bytes=max_body_bytes,
+        keep_alive_seconds=keep_alive_seconds, grace_seconds=grace_seconds,
+    )  # fmt: skip
+    bound = bind(config)
+    service = build_service(
+        model, config, engine, kernels=kernels, dtype=dtype,
+        index_key_rule=index_key_rule,  # type: ignore[arg-type]
+        seed=seed, chat_template=chat_template,
+    )  # fmt: skip
+    url = url_of(bound)
+    server = CedarServer(service, lambda: click.echo(f"cedar serves {service.name} at {url}"))
+    server.run(sockets=[bound])

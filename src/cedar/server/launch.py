@@ -1,0 +1,152 @@
+"""Model name -> service -> running server: sockets, signals and the shutdown. Called by the CLI.
+
+First SIGTERM or SIGINT: new requests get 503, running ones may finish within the grace period, the
+engine stops, exit 0. Second signal: the process ends at once with 130.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from cedar.cache.cached_rows import IndexKeyRule
+from cedar.errors import UsageError
+from cedar.llm import LLM
+from cedar.loading import PRESET_PREFIX, load, resolve_model
+from cedar.server.app import create_app
+from cedar.server.config import ServerConfig
+from cedar.server.service import Service, sampling_defaults
+from cedar.text.chat_template import load_chat_template
+from cedar.text.tokenizer import Tokenizer
+
+#: Context of a server that is not told one: the model's own, up to this many tokens.
+DEFAULT_MODEL_LEN = 8192
+#: Seconds for the last chunks to leave after the engine has stopped.
+_FLUSH_SECONDS = 5
+_POLL_SECONDS = 0.05
+INTERRUPTED = 130
+
+
+def build_service(
+    model: str, config: ServerConfig, engine: dict[str, Any], *, kernels: str = "auto",
+    dtype: str | None = None, index_key_rule: IndexKeyRule = "corrected", seed: int = 0,
+    chat_template: Path | None = None,
+) -> Service:  # fmt: skip
+    """Load a model and everything around it.
+
+    Args:
+        model: a directory, `nano` or `preset:NAME` (token ids only).
+        engine: fields of `EngineConfig`; `max_model_len` may be None.
+        kernels, dtype, index_key_rule, seed: as `cedar.load`.
+        chat_template: a Jinja file to use instead of the model's own format.
+
+    Raises:
+        CheckpointError, UsageError: as `cedar.load`.
+    """
+    loaded = load(model, kernels=kernels, dtype=dtype, index_key_rule=index_key_rule, seed=seed)
+    engine = dict(engine)
+    if engine.get("max_model_len") is None:
+        engine["max_model_len"] = min(loaded.config.max_position_embeddings, DEFAULT_MODEL_LEN)
+    if model.startswith(PRESET_PREFIX):
+        no_chat = "this model has random weights and no tokenizer; pass token ids"
+        return Service(LLM(loaded, **engine), config, no_chat=no_chat)
+    directory = resolve_model(model)
+    tokenizer = Tokenizer.from_directory(directory)
+    template, no_chat = None, ""
+    try:
+        template = load_chat_template(directory, template_file=chat_template)
+    except UsageError as error:
+        if chat_template is not None:
+            raise
+        no_chat = str(error)
+    return Service(
+        LLM(loaded, tokenizer=tokenizer, **engine), config, template=template, no_chat=no_chat,
+        defaults=sampling_defaults(directory),
+    )  # fmt: skip
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A bound socket that does not listen yet, so that a taken port is found before the model loads.
+
+    Raises:
+        UsageError: the address cannot be used.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(f"--host {config.host!r} cannot be used: {error}") from None
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise UsageError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --port"
+        ) from None
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    """The address a client uses."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+class CedarServer(uvicorn.Server):
+    """uvicorn with cedar's shutdown.
+
+    Args:
+        service: what is served.
+        announce: called once, when requests are accepted.
+    """
+
+    def __init__(self, service: Service, announce: Callable[[], None] = lambda: None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(service), loop="uvloop", http="httptools", log_config=None,
+                access_log=False, timeout_graceful_shutdown=_FLUSH_SECONDS, lifespan="on",
+            )
+        )  # fmt: skip
+        self._service, self._announce = service, announce
+        self._draining: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then say so."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.started:
+            self._announce()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: drain and exit 0. Second: end now."""
+        if self._service.is_draining or self._loop is None:
+            os._exit(INTERRUPTED)
+        self._service.is_draining = True
+        self._loop.call_soon_threadsafe(self.drain)
+
+    def drain(self) -> None:
+        """Begin the shutdown; runs on the loop."""
+        self._service.is_draining = True
+        self._draining = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        service, loop = self._service, asyncio.get_running_loop()
+        deadline = loop.time() + service.config.grace_seconds
+        while service.active and loop.time() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.to_thread(service.engine.stop)
+        deadline = loop.time() + _FLUSH_SECONDS
+        while service.active and loop.time() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+        self.should_exit = True

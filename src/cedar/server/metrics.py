@@ -1,0 +1,149 @@
+"""`/metrics`: vLLM's names, labels and units with the prefix `cedar:`, so that dashboards port.
+
+Counts of requests are taken on the asyncio side, where a token is seen by its client; work and
+cache counts are read from the engine when somebody scrapes. Times are monotonic.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cedar.engine.async_engine import AsyncEngine
+from cedar.engine.request import Request
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+class Metrics:
+    """Counters of one server.
+
+    Args:
+        engine: read at every scrape.   model_name: label of everything.
+    """
+
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model_name
+
+        def counter(name: str, text: str) -> Counter:
+            made = Counter(f"cedar:{name}", text, ["model_name"], registry=self.registry)
+            return made.labels(model_name)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            made = Histogram(
+                f"cedar:{name}", text, ["model_name"], registry=self.registry, buckets=buckets
+            )
+            return made.labels(model_name)
+
+        self._prompt = counter("prompt_tokens", "Prompt tokens of requests that were started")
+        self._generated = counter("generation_tokens", "Tokens generated")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens found and used")
+        self._finished = Counter(
+            "cedar:request_success", "Completions that ended, by reason",
+            ["model_name", "finished_reason"], registry=self.registry,
+        )  # fmt: skip
+        self._by_source = Counter(
+            "cedar:prompt_tokens_by_source", "Prompt tokens by where their rows came from",
+            ["model_name", "source"], registry=self.registry,
+        )  # fmt: skip
+        self._refused = Counter(
+            "cedar:requests_refused", "Requests refused, by HTTP status",
+            ["model_name", "status"], registry=self.registry,
+        )  # fmt: skip
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token")
+        self._itl = histogram("inter_token_latency_seconds", "Between two tokens of a completion")
+        self._tpot = histogram("request_time_per_output_token_seconds", "Mean time per token")
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end")
+        self._queue = histogram("request_queue_time_seconds", "Arrival to first step")
+        self._prefill = histogram("request_prefill_time_seconds", "First step to first token")
+        self._decode = histogram("request_decode_time_seconds", "First token to end")
+        self._prompt_size = histogram("request_prompt_tokens", "Prompt tokens", _TOKENS)
+        self._output_size = histogram("request_generation_tokens", "Tokens generated", _TOKENS)
+        self._iteration = histogram("iteration_tokens_total", "New tokens per step", _TOKENS)
+        self.registry.register(_EngineCollector(engine, model_name))
+
+    def step(self, num_outputs: int) -> None:
+        """The engine has run a step (called on its thread)."""
+        if num_outputs:
+            self._iteration.observe(num_outputs)
+
+    def first_token(self, request: Request) -> None:
+        """A completion has its first token."""
+        size, cached = len(request.prompt_ids), request.cached_tokens
+        self._prompt.inc(size)
+        self._queries.inc(size)
+        self._hits.inc(cached)
+        self._by_source.labels(self._model, "local_cache_hit").inc(cached)
+        self._by_source.labels(self._model, "local_compute").inc(size - cached)
+        if request.first_token is not None and request.started is not None:
+            self._ttft.observe(request.first_token - request.arrival)
+            self._queue.observe(request.started - request.arrival)
+            self._prefill.observe(request.first_token - request.started)
+
+    def token(self, seconds: float | None) -> None:
+        """A token has been handed to its client, `seconds` after the one before."""
+        self._generated.inc()
+        if seconds is not None:
+            self._itl.observe(seconds)
+
+    def finished(self, request: Request, reason: str, num_tokens: int) -> None:
+        """A completion has ended."""
+        now = time.monotonic()
+        self._finished.labels(self._model, reason).inc()
+        if reason == "abort":
+            return
+        self._e2e.observe(now - request.arrival)
+        self._prompt_size.observe(len(request.prompt_ids))
+        self._output_size.observe(num_tokens)
+        if request.first_token is not None:
+            self._decode.observe(now - request.first_token)
+            if num_tokens > 1:
+                self._tpot.observe((now - request.first_token) / (num_tokens - 1))
+
+    def refused(self, status: int) -> None:
+        """A request was answered with an error."""
+        self._refused.labels(self._model, str(status)).inc()
+
+    def exposition(self) -> bytes:
+        """Prometheus text format."""
+        return bytes(generate_latest(self.registry))
+
+
+class _EngineCollector(Collector):
+    """Reads the engine at every scrape."""
+
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+        self._engine, self._label = engine, [model_name]
+
+    def collect(self) -> Iterable[Metric]:
+        """Gauges of now and counters of work so far."""
+        snapshot, account = self._engine.snapshot(), self._engine.engine.account
+        used = 1 - snapshot.free_blocks / max(1, snapshot.total_blocks)
+        yield self._gauge("num_requests_running", "Requests in the batch", snapshot.running)
+        yield self._gauge("num_requests_waiting", "Requests waiting", snapshot.waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", used)
+        counter = self._counter
+        yield counter("num_preemptions", "Requests that lost their blocks", snapshot.preemptions)
+        yield counter("encode_tokens", "Tokens through the encoder", account.encode.tokens)
+        yield counter("replay_tokens", "Prompt rows through the decoder", account.replay.tokens)
+        yield counter("decode_tokens", "Tokens fed one by one", account.decode.tokens)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        return self._filled(GaugeMetricFamily, name, text, value)
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        return self._filled(CounterMetricFamily, name, text, value)
+
+    def _filled(
+        self, family: Callable[..., Metric], name: str, text: str, value: float
+    ) -> Metric:
+        metric = family(f"cedar:{name}", text, labels=["model_name"])
+        metric.add_metric(self._label, value)  # type: ignore[attr-defined]
+        return metric
