@@ -13,6 +13,7 @@ from cedar.errors import CedarError
 #: verb -> module that defines a click command of the same name, in the order of the help page.
 _VERBS = {
     "generate": "cedar.cli.generate",
+    "serve": "cedar.cli.serve",
     "inspect": "cedar.cli.inspect_model",
     "compare": "cedar.cli.compare",
     "plan": "cedar.cli.plan",
