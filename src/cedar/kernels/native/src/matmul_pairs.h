@@ -81,13 +81,13 @@ CEDAR_INLINE __m512 sum_lanes(__m512* a) {
 // Where one weight row's blocks come from.
 struct Source {
   const uint8_t* values;
-  const int16_t* adds;  // packed kinds: exponent of each block
+  const uint8_t* scales;  // packed kinds
 };
 
 template <int kind>
 CEDAR_INLINE __m512i load_block(const Source& source, int64_t block) {
-  if (kind == kFp4Weight) return fp4_block(source.values + block * 16, source.adds[block]);
-  if (kind == kFp8Weight) return fp8_block(source.values + block * 32, source.adds[block]);
+  if (kind == kFp4Weight) return fp4_block(source.values + block * 16, source.scales[block]);
+  if (kind == kFp8Weight) return fp8_block(source.values + block * 32, source.scales[block]);
   return _mm512_loadu_si512(source.values + block * 64);
 }
 
@@ -136,70 +136,47 @@ inline void dot_columns(const Source* w, int rows, const Operand& operand, int64
 }
 
 // One weight row as plain bfloat16 blocks.
-inline void unpack_row(const Weight& weight, int64_t row, const int16_t* adds, bool plain,
-                       uint16_t* out) {
-  const uint8_t* values = row_values(weight, row);
-  const uint8_t* scales = row_scales(weight, row);
+template <int kind>
+inline void unpack_row(const Weight& weight, const Source& source, uint16_t* out) {
   for (int64_t b = 0; b < blocks_of(weight.in); ++b) {
-    __m512i block;
-    if (weight.kind == kBfloat16Weight) {
-      block = bf16_block(values, weight.in, b);
-    } else if (!plain) {
-      block = exact_block(weight.kind, values, scales, b);
-    } else if (weight.kind == kFp8Weight) {
-      block = fp8_block(values + b * 32, adds[b]);
-    } else {
-      block = fp4_block(values + b * 16, adds[b]);
-    }
+    const __m512i block = kind == kBfloat16Weight ? bf16_block(source.values, weight.in, b)
+                                                  : load_block<kind>(source, b);
     _mm512_store_si512(out + b * kBlock, block);
   }
 }
 
-// kRows weight rows, all columns. `strip` and `adds` are scratch of kRows rows.
-inline void multiply_rows(const Weight& weight, const int64_t* row_ids, int rows,
-                          const Operand& operand, int64_t first_column, int64_t columns,
-                          uint16_t* strip, int16_t* adds, float* out, int64_t stride) {
-  const int64_t blocks = blocks_of(weight.in);
-  const bool packed = weight.kind != kBfloat16Weight;
-  Source source[kRows];
-  bool plain = true;
-  for (int i = 0; i < kRows; ++i) {
-    int16_t* row_adds = adds + i * blocks;
-    source[i] = {row_values(weight, row_ids[i]), row_adds};
-    if (packed) {
-      plain &= expand_scales(weight.kind, row_scales(weight, row_ids[i]), blocks, row_adds);
-    }
-  }
-  const bool direct = packed ? plain && columns <= kMostColumns : weight.in % kBlock == 0;
-  if (!direct) {
+template <int kind>
+inline void multiply_kind(const Weight& weight, int64_t first_row, int64_t rows,
+                          const Operand& operand, int64_t first_column, int64_t columns, float* out,
+                          int64_t stride) {
+  const int64_t padded_width = padded(weight.in);
+  uint16_t* strip = scratch_array<uint16_t>(kMatmulSlot, kRows * padded_width);
+  const bool direct =
+      kind == kBfloat16Weight ? weight.in % kBlock == 0 : columns <= kMostColumns;
+  for (int64_t r = 0; r < rows; r += kRows) {
+    const int count = static_cast<int>(rows - r < kRows ? rows - r : kRows);
+    Source source[kRows];
     for (int i = 0; i < kRows; ++i) {
-      unpack_row(weight, row_ids[i], source[i].adds, plain, strip + i * blocks * kBlock);
-      source[i].values = reinterpret_cast<const uint8_t*>(strip + i * blocks * kBlock);
+      const int64_t row = first_row + r + (i < count ? i : 0);  // a missing row is computed twice
+      source[i] = {row_values(weight, row), row_scales(weight, row)};
+      if (direct) continue;
+      unpack_row<kind>(weight, source[i], strip + i * padded_width);
+      source[i].values = reinterpret_cast<const uint8_t*>(strip + i * padded_width);
     }
-  }
-  if (direct && weight.kind == kFp4Weight) {
-    dot_columns<kFp4Weight>(source, rows, operand, first_column, columns, out, stride);
-  } else if (direct && weight.kind == kFp8Weight) {
-    dot_columns<kFp8Weight>(source, rows, operand, first_column, columns, out, stride);
-  } else {
-    dot_columns<kBfloat16Weight>(source, rows, operand, first_column, columns, out, stride);
+    if (direct) {
+      dot_columns<kind>(source, count, operand, first_column, columns, out + r, stride);
+    } else {
+      dot_columns<kBfloat16Weight>(source, count, operand, first_column, columns, out + r, stride);
+    }
   }
 }
 
 inline void multiply(const Weight& weight, int64_t first_row, int64_t rows, const Operand& operand,
                      int64_t first_column, int64_t columns, float* out, int64_t stride) {
-  const int64_t blocks = blocks_of(weight.in);
-  uint16_t* strip = scratch_array<uint16_t>(kMatmulSlot, kRows * blocks * kBlock);
-  int16_t* adds = scratch_array<int16_t>(kMatmulSlot + 1, kRows * blocks);
-  for (int64_t r = 0; r < rows; r += kRows) {
-    const int count = static_cast<int>(rows - r < kRows ? rows - r : kRows);
-    int64_t row_ids[kRows];
-    for (int i = 0; i < kRows; ++i) {
-      row_ids[i] = first_row + r + (i < count ? i : 0);  // a missing row is computed twice
-    }
-    multiply_rows(weight, row_ids, count, operand, first_column, columns, strip, adds, out + r,
-                  stride);
-  }
+  const auto run = weight.kind == kFp4Weight   ? multiply_kind<kFp4Weight>
+                   : weight.kind == kFp8Weight ? multiply_kind<kFp8Weight>
+                                               : multiply_kind<kBfloat16Weight>;
+  run(weight, first_row, rows, operand, first_column, columns, out, stride);
 }
 
 }  // namespace pairs

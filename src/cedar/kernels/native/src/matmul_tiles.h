@@ -118,16 +118,15 @@ inline void multiply_few(const Weight& weight, int64_t first_row, int64_t rows,
                          int64_t stride) {
   const TileScope scope(tile_shapes(tile_columns));
   const int64_t blocks = blocks_of(weight.in), end = first_row + rows;
-  int16_t* adds = scratch_array<int16_t>(kMatmulSlot, kStreamRows * blocks);
   uint16_t* buffer =
-      scratch_array<uint16_t>(kMatmulSlot + 1, 2 * kStreamTiles * kMostSpan * kTileValues);
-  float* sums = scratch_array<float>(kMatmulSlot + 2, kStreamTiles * kTileSums);
+      scratch_array<uint16_t>(kMatmulSlot, 2 * kStreamTiles * kMostSpan * kTileValues);
+  float* sums = scratch_array<float>(kMatmulSlot + 1, kStreamTiles * kTileSums);
   Prefetch(weight, first_row, rows < kStreamRows ? rows : kStreamRows, 1).step();
   for (int64_t r = first_row; r < end; r += kStreamRows) {
     RowGroup groups[kStreamTiles];
     int count = 0;
     for (int64_t g = r; g < end && count < kStreamTiles; g += kTileRows, ++count) {
-      groups[count] = open_group(weight, g, end, adds + count * kTileRows * blocks);
+      groups[count] = {&weight, g, end - g < kTileRows ? end - g : kTileRows};
     }
     const int64_t next = r + kStreamRows < end ? r + kStreamRows : end;
     const int64_t ahead = end - next < kStreamRows ? end - next : kStreamRows;
@@ -204,16 +203,11 @@ inline void multiply_slab(const Slab& slab, const Operand& operand, int64_t firs
   }
 }
 
-inline void unpack_slab(const Weight& weight, const int16_t* adds, const bool* plain,
-                        int64_t first_row, int64_t rows, int64_t first, int64_t count,
-                        uint16_t* out) {
-  const int64_t blocks = blocks_of(weight.in);
-  for (int64_t t = 0; t * kTileRows < rows; ++t) {
-    const int64_t left = rows - t * kTileRows;
-    const RowGroup group = {&weight, first_row + t * kTileRows,
-                            left < kTileRows ? left : kTileRows, plain[t],
-                            adds + t * kTileRows * blocks};
-    unpack(group, first, count, out + t * kSlabBlocks * kTileValues);
+// Blocks [first, first + count) of all rows, as [row tile][block of the slab].
+inline void unpack_slab(const Weight& weight, int64_t first_row, int64_t rows, int64_t first,
+                        int64_t count, uint16_t* out) {
+  for (int64_t r = 0; r < rows; r += kTileRows, out += kSlabBlocks * kTileValues) {
+    unpack({&weight, first_row + r, rows - r < kTileRows ? rows - r : kTileRows}, first, count, out);
   }
 }
 
@@ -223,17 +217,11 @@ inline void multiply_many(const Weight& weight, int64_t first_row, int64_t rows,
   const TileScope scope(tile_shapes(kPanel));
   const int64_t blocks = blocks_of(weight.in);
   Slab slab = {(rows + kTileRows - 1) / kTileRows, (columns + kPanel - 1) / kPanel, nullptr, nullptr};
-  int16_t* adds = scratch_array<int16_t>(kMatmulSlot, slab.row_tiles * kTileRows * blocks);
-  slab.weights = scratch_array<uint16_t>(kMatmulSlot + 1, slab.row_tiles * kSlabBlocks * kTileValues);
-  slab.sums = scratch_array<float>(kMatmulSlot + 2, (slab.row_tiles * slab.panels + 3) * kTileSums);
-  bool* plain = scratch_array<bool>(kMatmulSlot + 3, slab.row_tiles);
-  for (int64_t t = 0; t < slab.row_tiles; ++t) {
-    plain[t] = open_group(weight, first_row + t * kTileRows, first_row + rows,
-                          adds + t * kTileRows * blocks).plain;
-  }
+  slab.weights = scratch_array<uint16_t>(kMatmulSlot, slab.row_tiles * kSlabBlocks * kTileValues);
+  slab.sums = scratch_array<float>(kMatmulSlot + 1, (slab.row_tiles * slab.panels + 3) * kTileSums);
   for (int64_t b = 0; b < blocks; b += kSlabBlocks) {
     const int64_t count = blocks - b < kSlabBlocks ? blocks - b : kSlabBlocks;
-    unpack_slab(weight, adds, plain, first_row, rows, b, count, slab.weights);
+    unpack_slab(weight, first_row, rows, b, count, slab.weights);
     multiply_slab(slab, operand, first_column / kPanel, b, count);
   }
   for (int64_t p = 0; p < slab.panels; ++p) {
