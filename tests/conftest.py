@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exact_operators import exact_model
+from exact_operators import exact_model, with_weights
 from hypothesis import settings
 from safetensors.torch import load_file
 from torch import Tensor
@@ -141,6 +141,19 @@ def exact() -> ModelLoader:
     ) -> LoadedModel:
         config = preset(what) if isinstance(what, str) else what
         return _exact(config, index_key_rule, seed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def exact_recorded() -> Callable[[str], LoadedModel]:
+    """`exact_recorded(model)`: the weights of a recorded model with exact sums, in float32."""
+
+    @cache
+    def make(model: str) -> LoadedModel:
+        loaded = _load(model, "float32", "reference", "corrected")
+        weights = dict(loaded.net.state_dict())
+        return with_weights(loaded.config, weights, engram=loaded.forward.engram)
 
     return make
 
