@@ -56,7 +56,9 @@ def _ids() -> torch.Tensor:
 def test_the_quantised_sparse_pass_gives_the_logits_of_the_uncached_model(plan: str) -> None:
     model, kernels = _model(plan)
     ids = _ids()[:, :-1]
-    hidden = hidden_rows(model, ids, _rows(model, kernels, Phase(sparse=True, quantise=True)), kernels)
+    hidden = hidden_rows(
+        model, ids, _rows(model, kernels, Phase(sparse=True, quantise=True)), kernels
+    )
     twin = _reference_twin(model)
     rows = DenseRows(model.plan, batch=2, length=LENGTH, scale=model.config.head_dim**-0.5)
     expected = twin.logits(twin.forward_dense(ids, rows, None))
@@ -133,7 +135,9 @@ def test_a_packed_weight_step_equals_the_packed_model() -> None:
     assert isinstance(model.ops, TrainingOperators)
     WeightQuantiser(model, released, model.ops, kernels).prepare(torch.float32)
     ids = _ids()[:, :-1]
-    hidden = hidden_rows(model, ids, _rows(model, kernels, Phase(sparse=True, quantise=True)), kernels)
+    hidden = hidden_rows(
+        model, ids, _rows(model, kernels, Phase(sparse=True, quantise=True)), kernels
+    )
     twin = CausalLM(released, ReferenceOperators(), torch.float32)
     packing = packed_weights(released)
     state = model.state_dict()

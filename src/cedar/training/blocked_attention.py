@@ -165,7 +165,10 @@ class _NativeAttention(torch.autograd.Function):
         heads = shape.heads
         grad = grad.contiguous()
         dot = (grad.float() * out.float()).sum(-1).flatten()
-        by_block, grad_block = q.reshape(*p_near.shape[:2], width), grad.view(*p_near.shape[:2], width)
+        by_block, grad_block = (
+            q.reshape(*p_near.shape[:2], width),
+            grad.view(*p_near.shape[:2], width),
+        )
         ds = torch.bmm(grad_block, paired.transpose(1, 2))
         native.softmax_backward(
             p_near.view(-1, 2 * shape.window), ds.view(-1, 2 * shape.window), dot, shape.scale

@@ -7,6 +7,7 @@ state. Called by `trainer.py`.
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,11 @@ def load_training_state(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"no training checkpoint {path}; start without --resume")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, OSError, ValueError, EOFError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); start without --resume") from error
+    except (RuntimeError, OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).split(".")[0]
+        raise CheckpointError(
+            f"{path} cannot be read ({reason}); start without --resume"
+        ) from error
     if not isinstance(state, dict) or "model" not in state:
         raise CheckpointError(f"{path} is not a training checkpoint; start without --resume")
     return state

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class HeldOut:
         return nats_to_bits_per_byte(nats_per_token, self.tokens, self.bytes)
 
 
-def held_out(path: str, length: int, count: int | None = None) -> HeldOut:
+def held_out(path: str | Path, length: int, count: int | None = None) -> HeldOut:
     """Consecutive windows over the whole held-out file, or `count` of them evenly spread."""
     file = TokenFile(path)
     ids = torch.from_numpy(file.ids.astype("int64"))
@@ -64,6 +65,8 @@ def evaluate_model(score: Callable[[Tensor], Tensor], data: HeldOut, batch: int)
     total, count = 0.0, 0
     for ids in data.windows.split(batch):
         logits = score(ids[:, :-1])
-        total += float(F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum"))
+        total += float(
+            F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum")
+        )
         count += ids[:, 1:].numel()
     return total / count

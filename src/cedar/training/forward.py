@@ -6,7 +6,6 @@ and take most of a step when each of their four operations reads the stream agai
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cedar.errors import ConfigError
@@ -49,6 +48,7 @@ def hidden_rows(model: CausalLM, ids: Tensor, rows: TrainingRows, kernels: Kerne
     blocks = [model.block(spec.layer_id) for spec in plan.layers]
     tables = RotaryTables(model.rotary)
     stream, pre = model.enter(ids.flatten())
+    boundary_pre = pre
     now = kernels.enter(stream, pre.t().contiguous(), _attention_weights(blocks[0]), shape)
     for number, block in enumerate(blocks):
         if number == plan.num_encoder_layers:

@@ -28,8 +28,8 @@ class _GroupedExperts(torch.autograd.Function):
         flat = chosen.flatten()
         order = torch.argsort(flat, stable=True)
         filled = torch.bincount(flat, minlength=up.shape[0])
-        counts = (filled + _ALIGN - 1) // _ALIGN * _ALIGN
-        shift = (counts.cumsum(0) - counts) - (filled.cumsum(0) - filled)
+        padded = (filled + _ALIGN - 1) // _ALIGN * _ALIGN
+        shift = (padded.cumsum(0) - padded) - (filled.cumsum(0) - filled)
         sorted_place = torch.arange(order.shape[0]) + shift.repeat_interleave(filled)
         # Fixed in length, so that compiled pieces see one shape; padding reads row 0 with weight 0.
         slots = order.shape[0] + _ALIGN * up.shape[0]
@@ -37,7 +37,7 @@ class _GroupedExperts(torch.autograd.Function):
         route = weights.new_zeros(slots).scatter_(0, sorted_place, weights.flatten()[order])
         place = torch.empty_like(order)
         place[order] = sorted_place
-        counts = counts.tolist()
+        counts: list[int] = padded.tolist()
         sorted_x = x[rows]
         h = x.new_zeros(slots, up.shape[1])
         _products(sorted_x, up.transpose(1, 2), counts, h)

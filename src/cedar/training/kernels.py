@@ -32,11 +32,14 @@ class Kernels:
 
     def __init__(self, *, compiled: bool = False, native: NativeStep | None = None) -> None:
         self.native = native
+        if compiled:
+            # One function serves tensors of many shapes, each compiled once.
+            torch._dynamo.config.recompile_limit = 64
 
         def prepared(function: Callable[..., Any]) -> Callable[..., Any]:
             if not compiled:
                 return function
-            return torch.compile(function, dynamic=False, fullgraph=True, recompile_limit=64)
+            return torch.compile(function, dynamic=False, fullgraph=True)
 
         self.rms_norm = prepared(pieces.rms_norm)
         self.rotate = prepared(pieces.rotate)

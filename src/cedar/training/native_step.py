@@ -75,7 +75,9 @@ class NativeStep:
         )  # fmt: skip
         return out, u, rho, r
 
-    def mixes(self, raw: Tensor, rho: Tensor, base: Tensor, scale: Tensor, shape: HyperShape) -> Tensor:
+    def mixes(
+        self, raw: Tensor, rho: Tensor, base: Tensor, scale: Tensor, shape: HyperShape
+    ) -> Tensor:
         """Coefficients `[N, 24]`."""
         mix = rho.new_empty(raw.shape)
         self._lib.mixes_forward(

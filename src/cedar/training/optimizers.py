@@ -57,13 +57,14 @@ class Muon(torch.optim.Optimizer):
             if not self.state[parameter]:
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
         grads = [p.grad for p in parameters if p.grad is not None]
+        values: list[Tensor] = list(parameters)
         momenta = [self.state[p]["momentum"] for p in parameters]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         ahead = torch._foreach_lerp(grads, momenta, group["momentum"])
         directions = orthogonalise(torch.stack(ahead)).float()
         rate = group["lr"]
-        torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
-        torch._foreach_add_(parameters, list(directions.unbind()), alpha=-rate * 0.2 * side**0.5)
+        torch._foreach_mul_(values, 1 - rate * group["weight_decay"])
+        torch._foreach_add_(values, list(directions.unbind()), alpha=-rate * 0.2 * side**0.5)
 
 
 def uses_muon(name: str, parameter: Tensor) -> bool:

@@ -60,7 +60,11 @@ class TrainingRows(DenseRows):
             return x
         if kind == "main":
             return x + (fake_quantise(x.detach(), kind) - x.detach())
-        return self._kernels.through_act(x) if kind == "window" else self._kernels.through_fp4(x, x.dtype)
+        return (
+            self._kernels.through_act(x)
+            if kind == "window"
+            else self._kernels.through_fp4(x, x.dtype)
+        )
 
     def select(self, spec: LayerSpec, queries: Spans, index_q: Tensor, weights: Tensor) -> None:
         """Keep the branch for its loss; in the sparse phase also publish the top-k mask."""

@@ -93,6 +93,11 @@ class Trainer:
         self.step = self.tokens = 0
         self.seconds = 0.0
 
+    @property
+    def parameters(self) -> int:
+        """Values of all masters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
     def losses(self, ids: Tensor, phase: PhaseSpec, *, teach: bool = True) -> tuple[Tensor, Tensor]:
         """Cross entropy and index KL of `ids [B, T + 1]` in a phase."""
         config, batch, length = self.model.config, ids.shape[0], ids.shape[1] - 1
@@ -118,7 +123,7 @@ class Trainer:
         for _ in range(phase.accumulate):
             ids = folded(next(self.batches), phase.length)
             loss, kl = self.losses(ids, phase)
-            ((loss + kl) / phase.accumulate).backward()  # type: ignore[no-untyped-call]
+            ((loss + kl) / phase.accumulate).backward()
             total += loss.item() / phase.accumulate
             total_kl += kl.item() / phase.accumulate
             self.tokens += ids.shape[0] * (ids.shape[1] - 1)
@@ -138,13 +143,19 @@ class Trainer:
         for layer in range(layers):
             counts = torch.stack(self.ops.counts[layer::layers]).sum(0).float()
             bias = self.model.block(layer).ffn.gate.bias
-            bias += self.recipe.bias_step * min(1.0, 2 * rate) * torch.sign(counts.mean() - counts)
+            step = self.recipe.bias_step * min(1.0, 2 * rate)
+            bias.add_(torch.sign(counts.mean() - counts), alpha=step)
 
     def run(
         self, budget: Budget, directory: Path, *, report: Callable[[StepReport], None],
-        save_every: float = 240.0,
-    ) -> None:  # fmt: skip
-        """Train until the budget is used; checkpoint every `save_every` seconds and at the end."""
+        stop: Callable[[], bool] = lambda: False, save_every: float = 240.0,
+    ) -> bool:  # fmt: skip
+        """Train until the budget is used or `stop` says so, asked after every update.
+
+        Writes a checkpoint every `save_every` seconds and at the end, stopped or not.
+
+        Returns: whether the budget is used.
+        """
         saved, before, started = self.seconds, self.seconds, time.perf_counter()
         while (progress := budget.progress(self.tokens, self.seconds)) < 1:
             report(self.update(self.recipe.phase_at(progress), progress))
@@ -152,7 +163,10 @@ class Trainer:
             if self.seconds - saved >= save_every:
                 self.save(directory)
                 saved = self.seconds
+            if stop():
+                break
         self.save(directory)
+        return budget.progress(self.tokens, self.seconds) >= 1
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint."""
