@@ -14,13 +14,12 @@ The last layer's output is wanted for the final row only, in every mode. Source:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from cedar.config.layer_plan import LayerPlan
+from cedar.config.modes import DecoderPrefill as DecoderPrefill
+from cedar.config.modes import EncoderReplay as EncoderReplay
 from cedar.errors import UsageError
-
-DecoderPrefill = Literal["full", "report", "cut", "exact"]
-EncoderReplay = Literal["bounded", "exact"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import get_args
 
 from cedar.config.flows import FLOWS, Flow
 from cedar.config.model_config import ModelConfig
+from cedar.config.modes import DecoderPrefill, EncoderReplay
 from cedar.errors import RequestError, UsageError
 
 __all__ = ["DECODER_PREFILL", "ENCODER_REPLAY", "FLOWS", "DecoderPrefill", "EncoderReplay", "Flow",
            "Request", "flow_switches"]  # fmt: skip
 
-DecoderPrefill = Literal["full", "report", "cut", "exact"]
-DECODER_PREFILL: tuple[DecoderPrefill, ...] = ("full", "report", "cut", "exact")
+DECODER_PREFILL: tuple[DecoderPrefill, ...] = get_args(DecoderPrefill)
 
-EncoderReplay = Literal["bounded", "exact"]
-ENCODER_REPLAY: tuple[EncoderReplay, ...] = ("bounded", "exact")
+ENCODER_REPLAY: tuple[EncoderReplay, ...] = get_args(EncoderReplay)
 
 
 def flow_switches(flow: str) -> tuple[bool, bool]:
