@@ -7,6 +7,7 @@
 namespace cedar {
 namespace CEDAR_ISA {
 
+constexpr int kMostHeads = 256;
 constexpr int kWindowGroup = 32;  // E4M3 values under one E8M0 scale
 constexpr int kMainGroup = 16;    // E2M1 values under one E4M3 scale
 

@@ -16,6 +16,10 @@
 #include "attention_floats.h"
 #include "attention_rows.h"
 #include "thread_pool.h"
+#if defined(CEDAR_AVX512) && defined(__AVX512BF16__)
+#include "attention_pairs.h"
+#define CEDAR_PAIRS 1
+#endif
 
 namespace cedar {
 namespace CEDAR_ISA {
@@ -49,9 +53,19 @@ WindowTile next_tile(const SparseAttentionCall& call, int first, int most) {
   return tile;
 }
 
+void run_tile(const SparseAttentionCall& call, const WindowTile& tile) {
+#ifdef CEDAR_PAIRS
+  if (call.dtype == kBfloat16) {
+    PairAttention(call).run(tile);
+    return;
+  }
+#endif
+  FloatAttention(call).run(tile);
+}
+
 bool valid(const SparseAttentionCall& call) {
   return call.count >= 0 && call.heads >= 1 && call.dim >= kWindowGroup &&
-         call.dim % kWindowGroup == 0 && call.topk >= 0 && call.window_modulus >= 1 &&
+         call.dim % kWindowGroup == 0 && call.heads <= kMostHeads && call.topk >= 0 && call.window_modulus >= 1 &&
          (call.dtype == kFloat32 || call.dtype == kBfloat16) &&
          (call.selected == nullptr || call.rows_per_block >= 1);
 }
@@ -68,7 +82,7 @@ int sparse_attention(const SparseAttentionCall& call) {
   for (int first = 0; first < call.count; first += tiles[count++].count) {
     tiles[count] = next_tile(call, first, most);
   }
-  parallel_for(count, threads, [&](int64_t i) { FloatAttention(call).run(tiles[i]); });
+  parallel_for(count, threads, [&](int64_t i) { run_tile(call, tiles[i]); });
   return 0;
 }
 
