@@ -28,7 +28,13 @@ def script_of(api: Api, text: str) -> list[int]:
 
 def merged(events: list[dict[str, Any]]) -> dict[str, Any]:
     """A streamed message put together."""
-    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "reason": None, "roles": 0}
+    message: dict[str, Any] = {
+        "content": "",
+        "reasoning": "",
+        "calls": [],
+        "reason": None,
+        "roles": 0,
+    }
     for choice in (choice for event in events for choice in event["choices"]):
         delta = choice["delta"]
         message["content"] += delta.get("content", "")
@@ -46,7 +52,12 @@ def merged(events: list[dict[str, Any]]) -> dict[str, Any]:
         (f"I look.</think>\n\n{CALL}", "I look.", "", 1),
         (f"I forgot to close.\n\n{CALL}", "I forgot to close.", "", 1),
         (f"x</think>{CALL[:-9]}", "x", CALL[:-9], 0),
-        ("x</think><｜DSML｜calls>old</｜DSML｜calls>", "x", "<｜DSML｜calls>old</｜DSML｜calls>", 0),
+        (
+            "x</think><｜DSML｜calls>old</｜DSML｜calls>",
+            "x",
+            "<｜DSML｜calls>old</｜DSML｜calls>",
+            0,
+        ),
     ],
     ids=["answer", "call", "reasoning left open", "cut off", "older spelling"],
 )

@@ -1,4 +1,4 @@
-"""`cedar bench kernels | offline | scaling`: ratios taken in one run, as a table or as JSON."""
+"""`cedar bench kernels | offline | scaling | serving`: ratios taken in one run, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -144,3 +144,40 @@ def scaling(preset_name: str, contexts: str, long_length: int, as_json: bool) ->
             f"{format_bytes(row['peak_bytes'])}, step {format_seconds(row['step_seconds'])}"
         )
     _emit(document, table, as_json)
+
+
+@bench.command()
+@click.option("--model", default="nano", show_default=True, help="A model with a tokenizer.")
+@click.option("--streams", type=click.IntRange(min=1), default=8, show_default=True)
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=64, show_default=True)
+@click.option("--output-tokens", type=click.IntRange(min=2), default=64, show_default=True)
+@_ROUNDS
+@_JSON
+def serving(
+    model: str, streams: int, prompt_tokens: int, output_tokens: int, rounds: int, as_json: bool
+) -> None:
+    """The server on loopback against the offline engine, and the latencies its clients see."""
+    from cedar.bench.record import environment
+    from cedar.bench.serving import run_serving
+    from cedar.loading import load, resolve_model
+    from cedar.text.tokenizer import Tokenizer
+
+    result = run_serving(
+        load(model), Tokenizer.from_directory(resolve_model(model)), streams=streams,
+        prompt_tokens=prompt_tokens, output_tokens=output_tokens, rounds=rounds,
+    )  # fmt: skip
+    document = result.to_dict()
+    low, high = document["overhead_quartiles"]
+    table = [
+        f"{model}, {streams} streams of {prompt_tokens} + {output_tokens} tokens",
+        f"server {format_seconds(document['server_seconds'])}, offline "
+        f"{format_seconds(document['offline_seconds'])}: overhead {result.overhead:.1%} "
+        f"(quartiles {low:.1%}..{high:.1%} of {rounds} rounds)",
+    ]
+    for name, key in (("first token", "ttft_seconds"), ("between tokens", "inter_token_seconds")):
+        times = document[key]
+        table.append(
+            f"  {name:<16} p50 {format_seconds(times['p50']):>10}  p99 "
+            f"{format_seconds(times['p99']):>10}"
+        )
+    _emit({"environment": environment(), "model": model, **document}, table, as_json)

@@ -95,7 +95,9 @@ def _open(service: Service, body: ChatBody) -> tuple[Call, list[_Answer]]:
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
     )  # fmt: skip
     ids = encode_segments(segments, tokenizer)
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    limit = (
+        body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    )
     params = body.sampling(
         service.defaults, max_tokens=service.room(ids) if limit is None else limit,
         logprobs=_top_logprobs(body),
@@ -148,9 +150,7 @@ def _top_logprobs(body: ChatBody) -> int | None:
     return body.top_logprobs or 0
 
 
-async def _whole(
-    service: Service, body: ChatBody, call: Call, answers: list[_Answer]
-) -> Response:
+async def _whole(service: Service, body: ChatBody, call: Call, answers: list[_Answer]) -> Response:
     content, reasoning = [""] * len(answers), [""] * len(answers)
     calls: list[list[out.ToolCall]] = [[] for _ in answers]
     ids: list[list[int]] = [[] for _ in answers]

@@ -76,7 +76,11 @@ class Completion:
         if reason is not None:
             self.end(reason.value)
         return Piece(
-            text, () if token is None else (token,), output.logprobs, self.finish_reason, stop_reason
+            text,
+            () if token is None else (token,),
+            output.logprobs,
+            self.finish_reason,
+            stop_reason,
         )
 
     def end(self, reason: str) -> None:

@@ -28,7 +28,9 @@ async def ready(request: Request) -> Response:
     service: Service = request.app.state.service
     if service.is_ready:
         return json_response({"status": "ready"})
-    status = "draining" if service.is_draining else "busy" if service.engine.is_running else "stopped"
+    status = (
+        "draining" if service.is_draining else "busy" if service.engine.is_running else "stopped"
+    )
     return json_response({"status": status}, 503)
 
 

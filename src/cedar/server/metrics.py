@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from cedar.engine.async_engine import AsyncEngine
 from cedar.engine.request import Request
 
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 
 
@@ -141,9 +141,7 @@ class _EngineCollector(Collector):
     def _counter(self, name: str, text: str, value: float) -> Metric:
         return self._filled(CounterMetricFamily, name, text, value)
 
-    def _filled(
-        self, family: Callable[..., Metric], name: str, text: str, value: float
-    ) -> Metric:
+    def _filled(self, family: Callable[..., Metric], name: str, text: str, value: float) -> Metric:
         metric = family(f"cedar:{name}", text, labels=["model_name"])
         metric.add_metric(self._label, value)  # type: ignore[attr-defined]
         return metric

@@ -80,11 +80,7 @@ class Service:
     def is_ready(self) -> bool:
         """Whether a request sent now would be accepted."""
         waiting = self.engine.snapshot().waiting
-        return (
-            not self.is_draining
-            and self.engine.is_running
-            and waiting < self.config.max_waiting
-        )
+        return not self.is_draining and self.engine.is_running and waiting < self.config.max_waiting
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served here; no name means the one there is.
@@ -138,9 +134,7 @@ class Service:
                 headers={"Retry-After": str(self.config.retry_after_seconds)},
             )  # fmt: skip
         if params.stop and self.tokenizer is None:
-            raise RequestError(
-                "stop strings need a tokenizer; use stop_token_ids", param="stop"
-            )
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids", param="stop")
         call = Call(self, f"{prefix}-{secrets.token_hex(12)}", params.n)
         if end_ids and not params.ignore_eos:
             more = [i for i in end_ids if i not in params.stop_token_ids]

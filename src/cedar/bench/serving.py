@@ -1,0 +1,161 @@
+"""The server against the offline engine: what HTTP, text and JSON cost, in one run.
+
+A is a server on loopback with `streams` clients, B the offline API on the same model object, the
+same prompts and parameters; they are timed turn by turn. The clients live in a process of their own
+and read raw bytes, so that they cost next to nothing; on one core even that is part of the ratio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cedar.bench.measure import Ratio, interleave
+from cedar.engine.loaded_model import LoadedModel
+from cedar.engine.sampling_params import SamplingParams
+from cedar.llm import LLM
+from cedar.server.config import ServerConfig
+from cedar.server.launch import CedarServer, bind
+from cedar.server.service import Service
+from cedar.text.tokenizer import Tokenizer
+
+_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class ServingResult:
+    """Server and offline engine on the same work.
+
+    Attributes:
+        ratio: a = server, b = offline; `overhead` is their quotient less one.
+        ttft, gaps: seconds to the first chunk, and between chunks, of every stream of all rounds.
+    """
+
+    streams: int
+    prompt_tokens: int
+    output_tokens: int
+    ratio: Ratio
+    ttft: list[float]
+    gaps: list[float]
+
+    @property
+    def overhead(self) -> float:
+        """Share of time that serving adds to the offline run."""
+        return 1 / self.ratio.speedup - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "streams": self.streams, "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens, "overhead": self.overhead,
+            "overhead_quartiles": [1 / self.ratio.high - 1, 1 / self.ratio.low - 1],
+            "server_seconds": self.ratio.a_seconds, "offline_seconds": self.ratio.b_seconds,
+            "rounds": self.ratio.rounds, "ttft_seconds": percentiles(self.ttft),
+            "inter_token_seconds": percentiles(self.gaps),
+        }  # fmt: skip
+
+
+def percentiles(values: list[float]) -> dict[str, float]:
+    """Median and 99th percentile."""
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {"p50": cuts[49], "p99": cuts[98]}
+
+
+def run_serving(
+    model: LoadedModel, tokenizer: Tokenizer, *, streams: int, prompt_tokens: int,
+    output_tokens: int, rounds: int,
+) -> ServingResult:  # fmt: skip
+    """Measure one model."""
+    size = tokenizer.vocab_size
+    first = max(tokenizer.control_ids, default=0) + 1
+    prompts = [
+        [first + (31 * i + 7 * j) % (size - first) for j in range(prompt_tokens)]
+        for i in range(streams)
+    ]
+    limits = dict(max_num_seqs=streams, max_model_len=prompt_tokens + output_tokens)
+    params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
+    offline = LLM(model, tokenizer=tokenizer, **limits)
+    config = ServerConfig(served_model_names=("bench",), host=_HOST, port=0)
+    service = Service(LLM(model, tokenizer=tokenizer, **limits), config)
+    bound, ready = bind(config), threading.Event()
+    server = CedarServer(service, ready.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    ready.wait()
+    bodies = [
+        json.dumps({"prompt": prompt, "max_tokens": output_tokens, "temperature": 0,
+                    "ignore_eos": True, "stream": True}).encode()
+        for prompt in prompts
+    ]  # fmt: skip
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    clients = context.Process(target=_clients, args=(there, bound.getsockname()[1], bodies))
+    clients.start()
+    ttft: list[float] = []
+    gaps: list[float] = []
+
+    def serve() -> None:
+        here.send(True)
+        for start, times in here.recv():
+            ttft.append(times[0] - start)
+            gaps.extend(b - a for a, b in itertools.pairwise(times))
+
+    try:
+        ratio = interleave(serve, lambda: offline.generate(prompts, params), rounds=rounds)
+    finally:
+        here.send(False)
+        clients.join()
+        server.should_exit = True
+        thread.join()
+    return ServingResult(streams, prompt_tokens, output_tokens, ratio, ttft, gaps)
+
+
+def _clients(pipe: Any, port: int, bodies: list[bytes]) -> None:
+    """Process of the clients: one round of streams per message."""
+    while pipe.recv():
+        pipe.send(asyncio.run(_round(port, bodies)))
+
+
+async def _round(port: int, bodies: list[bytes]) -> list[tuple[float, list[float]]]:
+    return list(await asyncio.gather(*(_stream(port, body) for body in bodies)))
+
+
+async def _stream(port: int, body: bytes) -> tuple[float, list[float]]:
+    """Start of one stream, and when each of its text chunks came."""
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {_HOST}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    times: list[float] = []
+    start = time.perf_counter()
+    transport, _ = await asyncio.get_running_loop().create_connection(
+        lambda: _Reader(times, lambda: done.done() or done.set_result(None)), _HOST, port
+    )
+    transport.write(head.encode() + body)
+    await done
+    return start, times
+
+
+class _Reader(asyncio.Protocol):
+    """Notes when events come; looks at nothing else."""
+
+    def __init__(self, times: list[float], end: Callable[[], object]) -> None:
+        self._times, self._end = times, end
+
+    def data_received(self, data: bytes) -> None:
+        """Every event of one read came at one moment."""
+        now = time.perf_counter()
+        self._times += [now] * data.count(b'data: {"id"')
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """The stream has ended."""
+        self._end()
