@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from cedar.config.model_config import ModelConfig, VisionConfig
+from cedar.config.model_config import ModelConfig
+from cedar.config.types import VisionConfig
 from cedar.errors import UsageError
 
 #: The released text fields, as printed in the architecture's specification, section 1.3.

@@ -13,7 +13,8 @@ from math import prod
 from typing import Literal
 
 from cedar.config.layer_plan import LayerSpec
-from cedar.config.model_config import ModelConfig, WeightDtype
+from cedar.config.model_config import ModelConfig
+from cedar.config.types import WeightDtype
 
 #: safetensors dtype tags used by the release.
 Tag = Literal["BF16", "F32", "F8_E4M3", "F8_E8M0", "I8"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cedar.config.model_config import WeightDtype
+from cedar.config.types import WeightDtype
 from cedar.kernels.operators import Operators, Weight
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cedar.config.model_config import ModelConfig, WeightDtype
+from cedar.config.model_config import ModelConfig
+from cedar.config.types import WeightDtype
 from cedar.kernels.operators import Expert, ExpertBank, Operators, Routing
 from cedar.model.layers import Linear
 
