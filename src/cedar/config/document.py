@@ -128,7 +128,7 @@ def read_nested(cls: type[ModelConfig], source: Mapping[str, Any]) -> ModelConfi
     if document.get("vision_config"):
         vision = VisionConfig(
             **{
-                f.name: _read(document, f, f"vision_config.{f.nested}")
+                f.name: _read(document, f, f"vision_config.{f.nested}", types)
                 for f in layout.VISION_FIELDS
             }
         )
