@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from cedar.cache.cached_rows import IndexKeyRule
 from cedar.cache.hashing import KEY_BYTES
 from cedar.config.engine_config import EngineConfig
+from cedar.config.modes import IndexKeyRule
 from cedar.engine.engine import Engine, StepOutput
 from cedar.engine.loaded_model import LoadedModel
 from cedar.engine.request import FinishReason

@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cedar.cache.cached_rows import IndexKeyRule
 from cedar.cache.hashing import Fingerprint, files_digest, weights_digest
 from cedar.config.engine_config import EngineConfig
 from cedar.config.engram_hash import engram_hash
 from cedar.config.model_config import ModelConfig
+from cedar.config.modes import IndexKeyRule
 from cedar.config.presets import preset
 from cedar.config.weight_schema import weight_schema
 from cedar.engine.forward import EngramRows

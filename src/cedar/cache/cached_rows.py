@@ -14,18 +14,17 @@ the ring first and attends there.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cedar.cache.state import ModelState
 from cedar.config.layer_plan import LayerSpec
+from cedar.config.modes import IndexKeyRule
 from cedar.kernels.operators import Operators, PagedRows, Pool, Selection, WindowRows
 from cedar.model.kv import Groups
 from cedar.model.spans import Spans
-
-IndexKeyRule = Literal["corrected", "as_shipped"]
 
 #: Ring modulus of a linear buffer: larger than any position.
 _LINEAR = 1 << 40

@@ -6,3 +6,4 @@ from typing import Literal
 
 DecoderPrefill = Literal["full", "report", "cut", "exact"]
 EncoderReplay = Literal["bounded", "exact"]
+IndexKeyRule = Literal["corrected", "as_shipped"]

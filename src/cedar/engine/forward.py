@@ -16,9 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cedar.cache.cached_rows import CachedRows, CallRules, IndexKeyRule
+from cedar.cache.cached_rows import CachedRows, CallRules
 from cedar.cache.state import ModelState
 from cedar.config.engram_hash import DEAD, EngramHash
+from cedar.config.modes import IndexKeyRule
 from cedar.engine.account import Account
 from cedar.engine.phases import LayerRows
 from cedar.model.causal_lm import Boundary, CausalLM

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cedar.cache.cached_rows import IndexKeyRule
 from cedar.cache.state import ModelState
+from cedar.config.modes import IndexKeyRule
 from cedar.engine.account import Account
 from cedar.engine.forward import EngramRows, ForwardPass
 from cedar.engine.phases import (

@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 
-from cedar.cache.cached_rows import IndexKeyRule
+from cedar.config.modes import IndexKeyRule
 from cedar.errors import UsageError
 from cedar.llm import LLM
 from cedar.loading import PRESET_PREFIX, load, resolve_model
