@@ -34,79 +34,96 @@ inline TileShapes tile_shapes(int64_t columns) {
 
 // ---- at most 16 columns ------------------------------------------------------------------------
 
-constexpr int kStreamTiles = 2;  // weight tiles in flight, one accumulator each
-constexpr int64_t kStreamRows = kStreamTiles * kTileRows;
-constexpr int64_t kMostSpan = 4;  // blocks unpacked at a time
+constexpr int64_t kStreamRows = 2 * kTileRows;  // two weight tiles in flight, an accumulator each
 
-// Blocks of one weight row in a cache line.
-inline int64_t span_of(int32_t kind) {
-  return kind == kFp4Weight ? 4 : kind == kFp8Weight ? 2 : 1;
-}
-
-// Asks for the rows after these, in the order they lie in memory and as fast as they are used:
-// memory sees one ascending stream instead of 32.
-struct Prefetch {
-  const char* next;
-  const char* end;
-  int64_t lines;  // per step
-
-  Prefetch(const Weight& weight, int64_t first_row, int64_t rows, int64_t steps)
-      : next(reinterpret_cast<const char*>(row_values(weight, first_row))),
-        end(next + rows * row_bytes(weight)),
-        lines((rows * row_bytes(weight) / 64 + steps - 1) / steps) {}
-
-  CEDAR_INLINE void step() {
-    for (int64_t i = 0; i < lines && next < end; ++i, next += 64) {
-      _mm_prefetch(next, _MM_HINT_T1);
+// 32 packed rows, all columns of one panel. Unpacks one line of inputs ahead of the products, because
+// a tile load waits for stores that have not reached the cache, and in small steps between them,
+// because unpacking and products use different parts of the core. `buffer` has 4 lines of tiles.
+template <int kind>
+inline void stream_lines(const Weight& weight, int64_t row, const uint32_t* panel, int64_t columns,
+                         Ahead ahead, uint16_t* buffer) {
+  constexpr int64_t kBlocks = Line<kind>::kBlocks, kRows = Line<kind>::kRows;
+  const int64_t blocks = weight.in / kBlock;
+  const auto tile = [&](int64_t line, int64_t group, int64_t block) {
+    return buffer + ((line % 2 * 2 + group) * kBlocks + block) * kTileValues;
+  };
+  for (int64_t group = 0; group < 2; ++group) {
+    unpack_lines<kind, kTileRows>(weight, row + group * kTileRows, 0, tile(0, group, 0), ahead);
+  }
+  for (int64_t line = 0; line * kBlocks < blocks; ++line) {
+    const int64_t next = (line + 1) * kBlocks;
+    const auto unpack_some = [&](int64_t r) {
+      if (next >= blocks) return;
+      uint16_t* to = tile(line + 1, r / kTileRows, 0) + r % kTileRows * kBlock;
+      unpack_lines<kind, kRows>(weight, row + r, next, to, ahead);
+    };
+    for (int64_t b = 0; b < kBlocks; ++b) {
+      unpack_some(2 * b * kRows);
+      compiler_fence(buffer);
+      _tile_loadd(6, panel + (line * kBlocks + b) * 16 * columns, 4 * columns);
+      _tile_loadd(4, tile(line, 0, b), 64);
+      _tile_dpbf16ps(0, 4, 6);
+      unpack_some((2 * b + 1) * kRows);
+      compiler_fence(buffer);
+      _tile_loadd(5, tile(line, 1, b), 64);
+      _tile_dpbf16ps(1, 5, 6);
     }
   }
-};
+}
 
-// Block of 16 weight rows into tile register 4, from memory or from where it was unpacked.
-CEDAR_INLINE void load_weight_tile(const RowGroup& group, int64_t block, const uint16_t* unpacked) {
-  if (is_tile(group, block)) {
-    const uint8_t* values = row_values(*group.weight, group.first) + block * 64;
-    _tile_loadd(4, values, row_bytes(*group.weight));
-  } else {
-    _tile_loadd(4, unpacked, 64);
+// 32 bfloat16 rows whose blocks are whole: tiles straight from the weight.
+inline void stream_tiles(const Weight& weight, int64_t row, const uint32_t* panel, int64_t columns,
+                         Ahead ahead) {
+  const uint8_t* first = row_values(weight, row);
+  const uint8_t* second = row_values(weight, row + kTileRows);
+  for (int64_t b = 0; b < weight.in / kBlock; ++b) {
+    for (int64_t i = 0; i < kStreamRows; ++i) ahead.next();
+    _tile_loadd(6, panel + b * 16 * columns, 4 * columns);
+    _tile_loadd(4, first + b * 64, weight.in * 2);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, second + b * 64, weight.in * 2);
+    _tile_dpbf16ps(1, 5, 6);
   }
 }
 
-// Unpacks a span of blocks of all groups, as [group][block of the span].
-CEDAR_INLINE void unpack_groups(const RowGroup* groups, int count, int64_t first, int64_t span,
-                                uint16_t* buffer) {
-  for (int t = 0; t < count; ++t) {
-    if (!is_tile(groups[t], first)) unpack(groups[t], first, span, buffer + t * span * kTileValues);
+// Whatever the two above do not cover: the last rows and odd widths.
+inline void stream_rest(const RowGroup* groups, const uint32_t* panel, int64_t columns,
+                        uint16_t* buffer) {
+  for (int64_t b = 0; b < blocks_of(groups[0].weight->in); ++b) {
+    unpack_any(groups[0], b, buffer);
+    unpack_any(groups[1], b, buffer + kTileValues);
+    compiler_fence(buffer);
+    _tile_loadd(6, panel + b * 16 * columns, 4 * columns);
+    _tile_loadd(4, buffer, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, buffer + kTileValues, 64);
+    _tile_dpbf16ps(1, 5, 6);
   }
 }
 
-// Up to 32 rows, all columns of one panel.
-inline void stream_rows(const RowGroup* groups, int count, const uint32_t* panel, int64_t columns,
-                        Prefetch prefetch, uint16_t* buffer, float* sums) {
+// Rows [row, row + 32) as far as they are below `end`, all columns of one panel.
+inline void stream_rows(const Weight& weight, int64_t row, int64_t end, const uint32_t* panel,
+                        int64_t columns, uint16_t* buffer, float* sums) {
   _tile_zero(0);
   _tile_zero(1);
-  const int64_t blocks = blocks_of(groups[0].weight->in), span = span_of(groups[0].weight->kind);
-  const auto length = [&](int64_t b) { return blocks - b < span ? blocks - b : span; };
-  uint16_t* halves[2] = {buffer, buffer + kStreamTiles * kMostSpan * kTileValues};
-  unpack_groups(groups, count, 0, length(0), halves[0]);
-  for (int64_t b = 0; b < blocks; b += span) {
-    // One span ahead: a tile load waits for stores that have not reached the cache.
-    if (b + span < blocks) unpack_groups(groups, count, b + span, length(b + span), halves[1]);
-    compiler_fence(buffer);
-    const int64_t now = length(b);
-    for (int64_t i = 0; i < now; ++i) {
-      prefetch.step();
-      _tile_loadd(6, panel + (b + i) * 16 * columns, 4 * columns);
-      load_weight_tile(groups[0], b + i, halves[0] + i * kTileValues);
-      _tile_dpbf16ps(0, 4, 6);
-      if (count > 1) {
-        load_weight_tile(groups[1], b + i, halves[0] + (now + i) * kTileValues);
-        _tile_dpbf16ps(1, 4, 6);
-      }
-    }
-    uint16_t* const done = halves[0];
-    halves[0] = halves[1];
-    halves[1] = done;
+  const bool more = row + 2 * kStreamRows <= end;
+  const uint8_t* next = row_values(weight, more ? row + kStreamRows : row);
+  const Ahead ahead = {reinterpret_cast<const char*>(next), more ? 64 : 0};
+  const int64_t line = 64 / Line<kFp4Weight>::kBlockBytes * kBlock;
+  const bool whole = row + kStreamRows <= end && weight.in % line == 0;
+  if (whole && weight.kind == kFp4Weight) {
+    stream_lines<kFp4Weight>(weight, row, panel, columns, ahead, buffer);
+  } else if (whole && weight.kind == kFp8Weight) {
+    stream_lines<kFp8Weight>(weight, row, panel, columns, ahead, buffer);
+  } else if (whole) {
+    stream_tiles(weight, row, panel, columns, ahead);
+  } else {
+    const auto count = [&](int64_t first) {
+      return end - first < 0 ? 0 : end - first < kTileRows ? end - first : kTileRows;
+    };
+    const RowGroup groups[2] = {{&weight, row, count(row)},
+                                {&weight, row + kTileRows, count(row + kTileRows)}};
+    stream_rest(groups, panel, columns, buffer);
   }
   _tile_stored(0, sums, 4 * columns);
   _tile_stored(1, sums + kTileRows * columns, 4 * columns);
@@ -117,24 +134,18 @@ inline void multiply_few(const Weight& weight, int64_t first_row, int64_t rows,
                          const uint32_t* panel, int64_t tile_columns, int64_t columns, float* out,
                          int64_t stride) {
   const TileScope scope(tile_shapes(tile_columns));
-  const int64_t blocks = blocks_of(weight.in), end = first_row + rows;
-  uint16_t* buffer =
-      scratch_array<uint16_t>(kMatmulSlot, 2 * kStreamTiles * kMostSpan * kTileValues);
-  float* sums = scratch_array<float>(kMatmulSlot + 1, kStreamTiles * kTileSums);
-  Prefetch(weight, first_row, rows < kStreamRows ? rows : kStreamRows, 1).step();
-  for (int64_t r = first_row; r < end; r += kStreamRows) {
-    RowGroup groups[kStreamTiles];
-    int count = 0;
-    for (int64_t g = r; g < end && count < kStreamTiles; g += kTileRows, ++count) {
-      groups[count] = {&weight, g, end - g < kTileRows ? end - g : kTileRows};
-    }
-    const int64_t next = r + kStreamRows < end ? r + kStreamRows : end;
-    const int64_t ahead = end - next < kStreamRows ? end - next : kStreamRows;
-    stream_rows(groups, count, panel, tile_columns, Prefetch(weight, next, ahead, blocks), buffer,
-                sums);
-    for (int t = 0; t < count; ++t) {
-      write_sums(sums + t * kTileRows * tile_columns, groups[t].count, columns, tile_columns,
-                 out + (groups[t].first - first_row), stride);
+  uint16_t* buffer = scratch_array<uint16_t>(kMatmulSlot, 4 * Line<kFp4Weight>::kBlocks * kTileValues);
+  float* sums = scratch_array<float>(kMatmulSlot + 1, 2 * kTileSums);
+  const int64_t end = first_row + rows;
+  Ahead start = {reinterpret_cast<const char*>(row_values(weight, first_row)), 64};
+  for (int64_t i = rows < kStreamRows ? 0 : kStreamRows * row_bytes(weight) / 64; i > 0; --i) {
+    start.next();
+  }
+  for (int64_t row = first_row; row < end; row += kStreamRows) {
+    stream_rows(weight, row, end, panel, tile_columns, buffer, sums);
+    for (int64_t r = row; r < end && r < row + kStreamRows; r += kTileRows) {
+      write_sums(sums + (r - row) * tile_columns, end - r < kTileRows ? end - r : kTileRows, columns,
+                 tile_columns, out + (r - first_row), stride);
     }
   }
 }

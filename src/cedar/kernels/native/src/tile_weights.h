@@ -15,54 +15,88 @@ struct RowGroup {
   int64_t count;  // rows that exist
 };
 
-// Whether a block can be loaded as a tile straight from the weight's memory.
-inline bool is_tile(const RowGroup& group, int64_t block) {
-  return group.weight->kind == kBfloat16Weight && group.count == kTileRows &&
-         (block + 1) * kBlock <= group.weight->in;
-}
 
-// Row after row, because rows lie so far apart that few of their cache lines fit side by side.
-template <int64_t count>
-CEDAR_INLINE void unpack_fp4(const RowGroup& group, int64_t first, uint16_t* tiles) {
-  const int64_t blocks = blocks_of(group.weight->in);
-  const uint8_t* values = row_values(*group.weight, group.first) + first * (kBlock / 2);
-  const uint8_t* scales = row_scales(*group.weight, group.first) + first;
-  for (int64_t r = 0; r < kTileRows; ++r) {
-    for (int64_t b = 0; b < count; ++b) {
-      _mm512_store_si512(tiles + b * kTileValues, fp4_block(values + b * (kBlock / 2), scales[b]));
+// Lines of memory to ask for, one for every line unpacked: later rows in the order they lie in memory.
+// So memory sees one slow ascending stream, and never more requests than it can hold.
+struct Ahead {
+  const char* at;
+  int64_t step;  // 64, or 0 when there is nothing to ask for
+
+  CEDAR_INLINE void next() {
+    _mm_prefetch(at, _MM_HINT_T1);
+    at += step;
+  }
+};
+
+// What a cache line of packed weights holds, and how many such rows are unpacked between two products.
+template <int kind>
+struct Line {
+  static constexpr int64_t kBlocks = kind == kFp4Weight ? 4 : 2;
+  static constexpr int64_t kBlockBytes = 64 / kBlocks;
+  static constexpr int64_t kRows = kTileRows / kBlocks;
+};
+
+// Lines of packed rows [first_row, first_row + rows) from block `first` on, as consecutive tiles. Row
+// after row, because rows lie so far apart that few of their cache lines fit side by side.
+template <int64_t rows>
+CEDAR_INLINE void unpack_fp4(const Weight& weight, int64_t first_row, int64_t first,
+                             uint16_t* tiles, Ahead& ahead) {
+  const uint8_t* values = row_values(weight, first_row) + first * Line<kFp4Weight>::kBlockBytes;
+  const uint8_t* scales = row_scales(weight, first_row) + first;
+  for (int64_t r = 0; r < rows; ++r) {
+    ahead.next();
+    for (int64_t b = 0; b < 4; ++b) {
+      _mm512_store_si512(tiles + b * kTileValues, fp4_block(values + b * 16, scales[b]));
     }
-    values += blocks * (kBlock / 2);
-    scales += blocks;
+    values += weight.in / 2;
+    scales += weight.in / kBlock;
     tiles += kBlock;
   }
 }
 
-// As if every value were normal; returns whether that was so.
-template <int64_t count>
-CEDAR_INLINE bool unpack_fp8(const RowGroup& group, int64_t first, uint16_t* tiles) {
-  const uint8_t* values = row_values(*group.weight, group.first) + first * kBlock;
-  const uint8_t* scales = row_scales(*group.weight, group.first) + first;
-  __m512i rebias[count];
-  bool plain = true;
-  for (int64_t b = 0; b < count; ++b) {
-    rebias[b] = _mm512_set1_epi16(fp8_rebias(scales[b]));
-    plain = plain && fp8_is_plain(scales[b]);
-  }
+// The same, as if every value were normal; then those rows that were not, once more.
+template <int64_t rows>
+CEDAR_INLINE void unpack_fp8(const Weight& weight, int64_t first_row, int64_t first,
+                             uint16_t* tiles, Ahead& ahead) {
+  const uint8_t* values = row_values(weight, first_row) + first * kBlock;
+  const uint8_t* scales = row_scales(weight, first_row) + first;
+  const __m512i rebias[2] = {_mm512_set1_epi16(fp8_rebias(scales[0])),
+                             _mm512_set1_epi16(fp8_rebias(scales[1]))};
   __m512i lowest = _mm512_set1_epi16(-1), highest = _mm512_setzero_si512();
-  for (int64_t r = 0; r < kTileRows; ++r, values += group.weight->in, tiles += kBlock) {
-    for (int64_t b = 0; b < count; ++b) {
-      const uint8_t* from = values + b * kBlock;
+  for (int64_t r = 0; r < rows; ++r) {
+    ahead.next();
+    for (int64_t b = 0; b < 2; ++b) {
+      const uint8_t* from = values + r * weight.in + b * kBlock;
       const __m512i placed =
           fp8_placed(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
       const __m512i unsigned_twice = _mm512_add_epi16(placed, placed);
       lowest = _mm512_min_epu16(lowest, unsigned_twice);
       highest = _mm512_max_epu16(highest, unsigned_twice);
-      _mm512_store_si512(tiles + b * kTileValues, _mm512_add_epi16(placed, rebias[b]));
+      _mm512_store_si512(tiles + b * kTileValues + r * kBlock,
+                         _mm512_add_epi16(placed, rebias[b]));
     }
   }
   // Magnitude codes 8..126, moved up by five bits.
-  return plain && _mm512_cmplt_epu16_mask(lowest, _mm512_set1_epi16(8 << 5)) == 0 &&
-         _mm512_cmpgt_epu16_mask(highest, _mm512_set1_epi16(126 << 5)) == 0;
+  const __mmask32 odd_ones = _mm512_cmplt_epu16_mask(lowest, _mm512_set1_epi16(8 << 5)) |
+                             _mm512_cmpgt_epu16_mask(highest, _mm512_set1_epi16(126 << 5));
+  if (__builtin_expect(odd_ones != 0 || !fp8_is_plain(scales[0]) || !fp8_is_plain(scales[1]), 0)) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t b = 0; b < 2; ++b) {
+        _mm512_store_si512(tiles + b * kTileValues + r * kBlock,
+                           fp8_block(values + r * weight.in + b * kBlock, scales[b]));
+      }
+    }
+  }
+}
+
+template <int kind, int64_t rows>
+CEDAR_INLINE void unpack_lines(const Weight& weight, int64_t first_row, int64_t first,
+                               uint16_t* tiles, Ahead& ahead) {
+  if (kind == kFp4Weight) {
+    unpack_fp4<rows>(weight, first_row, first, tiles, ahead);
+  } else {
+    unpack_fp8<rows>(weight, first_row, first, tiles, ahead);
+  }
 }
 
 // Any kind, any values, missing rows and short last blocks.
@@ -85,19 +119,27 @@ inline void unpack_any(const RowGroup& group, int64_t block, uint16_t* tile) {
   }
 }
 
-// Blocks [first, first + count) to consecutive tiles.
-inline void unpack(const RowGroup& group, int64_t first, int64_t count, uint16_t* tiles) {
+template <int kind>
+inline void unpack_kind(const RowGroup& group, int64_t first, int64_t count, uint16_t* tiles) {
   int64_t b = 0;
-  if (group.count == kTileRows && group.weight->kind == kFp4Weight) {
-    for (; b + 4 <= count; b += 4) unpack_fp4<4>(group, first + b, tiles + b * kTileValues);
-  } else if (group.count == kTileRows && group.weight->kind == kFp8Weight) {
-    for (; b + 2 <= count; b += 2) {
-      if (unpack_fp8<2>(group, first + b, tiles + b * kTileValues)) continue;
-      unpack_any(group, first + b, tiles + b * kTileValues);
-      unpack_any(group, first + b + 1, tiles + (b + 1) * kTileValues);
+  if (group.count == kTileRows) {
+    Ahead nothing = {reinterpret_cast<const char*>(row_values(*group.weight, group.first)), 0};
+    for (; b + Line<kind>::kBlocks <= count; b += Line<kind>::kBlocks) {
+      unpack_lines<kind, kTileRows>(*group.weight, group.first, first + b, tiles + b * kTileValues,
+                                    nothing);
     }
   }
   for (; b < count; ++b) unpack_any(group, first + b, tiles + b * kTileValues);
+}
+
+// Blocks [first, first + count) to consecutive tiles.
+inline void unpack(const RowGroup& group, int64_t first, int64_t count, uint16_t* tiles) {
+  switch (group.weight->kind) {
+    case kFp4Weight: return unpack_kind<kFp4Weight>(group, first, count, tiles);
+    case kFp8Weight: return unpack_kind<kFp8Weight>(group, first, count, tiles);
+    default: break;
+  }
+  for (int64_t b = 0; b < count; ++b) unpack_any(group, first + b, tiles + b * kTileValues);
 }
 
 }  // namespace tiles
