@@ -81,6 +81,7 @@ def test_after_20_kills_every_record_is_whole_and_none_is_lost(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_after_200_kills_every_record_is_whole_and_none_is_lost(tmp_path: Path) -> None:
     kill_and_check(tmp_path, 200, first_seed=1000)
 

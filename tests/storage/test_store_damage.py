@@ -171,6 +171,7 @@ def test_flipped_bytes_of_the_index_give_right_records_or_none(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_flipped_byte_of_the_index_gives_right_records_or_none(
     small: Path, fast_path: Path
 ) -> None:
@@ -212,6 +213,20 @@ def test_a_lost_index_is_rebuilt_from_the_slab(small: Path) -> None:
         assert found(store, RECORDS) == [True] * 4
         assert store.contains_many(names(RECORDS[:3]), max_depth=0) == [True] * 3
         assert every_record_is_right(store) == 4
+
+
+def test_a_rebuilt_index_takes_the_copy_of_the_smallest_depth(fast_path: Path) -> None:
+    # The slab still has the bytes of the record that was replaced, in a slot behind.
+    with open_store(fast_path) as store:
+        store.put_many(chain(1, 1))
+        store.put_many([record(0, 0, depth=1)])
+        store.delete(names(chain(1, 1)))
+        store.put_many([record(0, 0, depth=0)])
+        assert [info.slots for info in store.ls()] == [(0,)]
+    (fast_path / INDEX_NAME).unlink()
+    with open_store(fast_path) as store:
+        assert [(info.slots, info.depth) for info in store.ls()] == [((0,), 0)]
+        assert store.stats().slots_used == 1
 
 
 def test_a_lost_slab_is_an_empty_store(small: Path) -> None:

@@ -147,9 +147,11 @@ def test_a_growing_conversation_outlives_a_finished_one(fast_path: Path) -> None
         half = capacity_of(store) // 2
         store.put_many(chain(0, 2))
         store.put_many(chain(1, half))
-        for length in range(3, half + 10):
+        for length in range(3, half - 5):
             store.put_many([record(0, length - 1)])
-        assert all(found(store, chain(0, half + 9)))
+        store.put_many(chain(2, 15))
+        assert store.contains_many(names(chain(0, half - 6))) == [True] * (half - 6)
+        assert store.contains_many(names(chain(1, half)))[-1] is False
 
 
 def test_what_was_just_written_stays_and_the_rest_is_dropped(fast_path: Path) -> None:
@@ -178,9 +180,11 @@ def test_what_is_being_read_is_not_evicted(fast_path: Path) -> None:
         capacity = capacity_of(store)
         store.put_many(chain(0, 6))
         files.store = store
-        assert all(store.get_many(names(chain(0, 6))))
-        assert store.stats().reasons("miss") == {}
+        # Only the last block is read; those before it stay with it, or it would be of no use.
+        assert all(store.get_many([record(0, 5).key]))
         assert store.stats().counts["evicted"] > 0
+        assert store.contains_many(names(chain(0, 6))) == [True] * 6
+        assert store.stats().reasons("miss") == {}
         every_record_is_right(store)
 
 
@@ -219,6 +223,18 @@ def test_a_smaller_limit_is_kept_after_opening(fast_path: Path) -> None:
         store.put_many(chain(99, 10))
         assert all(found(store, chain(99, 10)))
         assert disk_bytes(fast_path) <= 500_000
+
+
+def test_a_smaller_limit_also_shrinks_the_index(fast_path: Path) -> None:
+    with open_store(fast_path, limit=9_000_000) as store:
+        for number in range(40):
+            store.put_many(chain(number, 40, size=100))
+        before = store.stats().counts["stored_records"]
+    with open_store(fast_path, limit=500_000) as store:
+        assert disk_bytes(fast_path) <= 500_000
+        assert every_record_is_right(store) >= 20
+    with PrefixReader(fast_path) as reader:
+        assert reader.stats().counts["stored_records"] == before == 1600
 
 
 def test_gc_to_a_size_evicts_down_to_it(fast_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from store_cases import ROOT, disk_bytes, failure, names, record, window
+from store_cases import ROOT, chain, disk_bytes, failure, names, record, window
 
 from cedar.cache.hashing import block_keys, chain_start
 from cedar.cache.kv_pool import KVPool
@@ -154,6 +154,23 @@ def test_only_what_the_store_lacks_is_copied(store: PrefixStore, pool: KVPool) -
     writer.close()
     assert store.contains_many(KEYS, max_depth=0) == [True] * LENGTH
     assert store.stats().reasons("dropped") == {}
+
+
+def test_a_prefix_used_from_memory_stays_on_disk(fast_path: Path, pool: KVPool) -> None:
+    with PrefixStore(
+        fast_path, root=ROOT, limit_bytes=400_000, record_bytes=pool.block_bytes
+    ) as store:
+        writer = StoreWriter(store)
+        writer.submit_chain(pool, START, KEYS, range(LENGTH), [0] * LENGTH)
+        assert writer.flush(10)
+        capacity = store.stats().slots
+        assert capacity is not None
+        store.put_many(chain(1, capacity - LENGTH))
+        # The scheduler found all of it in RAM: nothing to write, but a use.
+        assert writer.submit_chain(pool, START, KEYS, range(LENGTH), [0] * LENGTH) == 0
+        store.put_many(chain(2, 5))
+        assert store.contains_many(KEYS) == [True] * LENGTH
+        writer.close()
 
 
 class StuckFiles(FileSystem):
