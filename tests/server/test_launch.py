@@ -66,7 +66,8 @@ def test_a_second_signal_exits_at_once(
     codes: list[int] = []
     monkeypatch.setattr(launch.os, "_exit", codes.append)
     with httpx.stream("POST", f"{url}/v1/completions", json=BODY, timeout=60) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: a client that drops it has left
+        next(lines)
         server.handle_exit(signal.SIGINT, None)
         assert codes == []
         assert httpx.get(f"{url}/ready").status_code == 503

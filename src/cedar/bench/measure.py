@@ -73,6 +73,11 @@ def interleave(a: Work, b: Work, *, rounds: int = 7, a_repeats: int = 1) -> Rati
         else:
             a_times.append(turn_of_a())
             b_times.append(timed(b))
+    return ratio_of(a_times, b_times)
+
+
+def ratio_of(a_times: list[float], b_times: list[float]) -> Ratio:
+    """Medians and spread of times that were taken turn by turn."""
     ratios = sorted(y / x for x, y in zip(a_times, b_times, strict=True))
     quartiles = statistics.quantiles(ratios, n=4)
     return Ratio(
@@ -81,7 +86,7 @@ def interleave(a: Work, b: Work, *, rounds: int = 7, a_repeats: int = 1) -> Rati
         statistics.median(ratios),
         quartiles[0],
         quartiles[2],
-        rounds,
+        len(ratios),
     )
 
 

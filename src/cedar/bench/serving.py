@@ -14,11 +14,10 @@ import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cedar.bench.measure import Ratio, interleave
+from cedar.bench.measure import Ratio, interleave, ratio_of
 from cedar.engine.loaded_model import LoadedModel
 from cedar.engine.sampling_params import SamplingParams
 from cedar.llm import LLM
@@ -36,6 +35,8 @@ class ServingResult:
 
     Attributes:
         ratio: a = server, b = offline; `overhead` is their quotient less one.
+        cpu: the same in processor seconds of this process: what the server does, without the
+            clients and without whatever else runs on the machine.
         ttft, gaps: seconds to the first chunk, and between chunks, of every stream of all rounds.
     """
 
@@ -43,6 +44,7 @@ class ServingResult:
     prompt_tokens: int
     output_tokens: int
     ratio: Ratio
+    cpu: Ratio
     ttft: list[float]
     gaps: list[float]
 
@@ -57,6 +59,8 @@ class ServingResult:
             "streams": self.streams, "prompt_tokens": self.prompt_tokens,
             "output_tokens": self.output_tokens, "overhead": self.overhead,
             "overhead_quartiles": [1 / self.ratio.high - 1, 1 / self.ratio.low - 1],
+            "cpu_overhead": 1 / self.cpu.speedup - 1,
+            "cpu_overhead_quartiles": [1 / self.cpu.high - 1, 1 / self.cpu.low - 1],
             "server_seconds": self.ratio.a_seconds, "offline_seconds": self.ratio.b_seconds,
             "rounds": self.ratio.rounds, "ttft_seconds": percentiles(self.ttft),
             "inter_token_seconds": percentiles(self.gaps),
@@ -80,7 +84,9 @@ def run_serving(
         [first + (31 * i + 7 * j) % (size - first) for j in range(prompt_tokens)]
         for i in range(streams)
     ]
-    limits = dict(max_num_seqs=streams, max_model_len=prompt_tokens + output_tokens)
+    limits: dict[str, Any] = {
+        "max_num_seqs": streams, "max_model_len": prompt_tokens + output_tokens,
+    }  # fmt: skip
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
     offline = LLM(model, tokenizer=tokenizer, **limits)
     config = ServerConfig(served_model_names=("bench",), host=_HOST, port=0)
@@ -102,20 +108,30 @@ def run_serving(
     ttft: list[float] = []
     gaps: list[float] = []
 
+    used: dict[str, list[float]] = {"server": [], "offline": []}
+
     def serve() -> None:
+        begin = time.process_time()
         here.send(True)
         for start, times in here.recv():
             ttft.append(times[0] - start)
             gaps.extend(b - a for a, b in itertools.pairwise(times))
+        used["server"].append(time.process_time() - begin)
+
+    def run_offline() -> None:
+        begin = time.process_time()
+        offline.generate(prompts, params)
+        used["offline"].append(time.process_time() - begin)
 
     try:
-        ratio = interleave(serve, lambda: offline.generate(prompts, params), rounds=rounds)
+        ratio = interleave(serve, run_offline, rounds=rounds)
     finally:
         here.send(False)
         clients.join()
         server.should_exit = True
         thread.join()
-    return ServingResult(streams, prompt_tokens, output_tokens, ratio, ttft, gaps)
+    cpu = ratio_of(used["server"][1:], used["offline"][1:])  # without the warm-up
+    return ServingResult(streams, prompt_tokens, output_tokens, ratio, cpu, ttft, gaps)
 
 
 def _clients(pipe: Any, port: int, bodies: list[bytes]) -> None:
@@ -138,7 +154,7 @@ async def _stream(port: int, body: bytes) -> tuple[float, list[float]]:
     times: list[float] = []
     start = time.perf_counter()
     transport, _ = await asyncio.get_running_loop().create_connection(
-        lambda: _Reader(times, lambda: done.done() or done.set_result(None)), _HOST, port
+        lambda: _Reader(times, done), _HOST, port
     )
     transport.write(head.encode() + body)
     await done
@@ -148,8 +164,8 @@ async def _stream(port: int, body: bytes) -> tuple[float, list[float]]:
 class _Reader(asyncio.Protocol):
     """Notes when events come; looks at nothing else."""
 
-    def __init__(self, times: list[float], end: Callable[[], object]) -> None:
-        self._times, self._end = times, end
+    def __init__(self, times: list[float], done: asyncio.Future[None]) -> None:
+        self._times, self._done = times, done
 
     def data_received(self, data: bytes) -> None:
         """Every event of one read came at one moment."""
@@ -158,4 +174,5 @@ class _Reader(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """The stream has ended."""
-        self._end()
+        if not self._done.done():
+            self._done.set_result(None)

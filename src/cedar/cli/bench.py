@@ -172,7 +172,8 @@ def serving(
         f"{model}, {streams} streams of {prompt_tokens} + {output_tokens} tokens",
         f"server {format_seconds(document['server_seconds'])}, offline "
         f"{format_seconds(document['offline_seconds'])}: overhead {result.overhead:.1%} "
-        f"(quartiles {low:.1%}..{high:.1%} of {rounds} rounds)",
+        f"(quartiles {low:.1%}..{high:.1%} of {rounds} rounds), in processor seconds "
+        f"{document['cpu_overhead']:.1%}",
     ]
     for name, key in (("first token", "ttft_seconds"), ("between tokens", "inter_token_seconds")):
         times = document[key]
