@@ -32,21 +32,26 @@ def _tokens(_ctx: click.Context, param: click.Parameter, value: str | None) -> i
               help="Prompt tokens first shown.  [default: the record's, or 30000]")  # fmt: skip
 @click.option("--output-tokens", callback=_tokens, metavar="TOKENS",
               help="Answer tokens first shown.  [default: the record's, or 1000]")  # fmt: skip
-@click.option("--tokens-per-turn", callback=_tokens, metavar="TOKENS",
-              help="Tokens between boundaries at which a baseline keeps windows.  [default: 760]")  # fmt: skip
+@click.option("--tokens-per-turn", callback=_tokens, default="760", show_default=True,
+              metavar="TOKENS",
+              help="Tokens between boundaries at which a baseline keeps windows.")  # fmt: skip
 @click.option("--flow", type=click.Choice(FLOWS), default="ced+csa2", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def page(
-    out: Path, models: tuple[str, ...], compare: Path | None, flow: Flow, as_json: bool,
-    **sizes: int | None,
+    out: Path, models: tuple[str, ...], compare: Path | None, input_tokens: int | None,
+    output_tokens: int | None, tokens_per_turn: int, flow: Flow, as_json: bool,
 ) -> None:  # fmt: skip
     """Write cedar.html: the ten figures, computed from the ledger in the page itself.
 
     The file needs nothing else: it opens from disk and asks for nothing over the network.
     """
     record = None if compare is None else read_record(compare)
-    given = {name: value for name, value in sizes.items() if value is not None}
-    request = replace(first_request(record), **given)
+    first = first_request(record)
+    request = replace(
+        first, tokens_per_turn=tokens_per_turn,
+        input_tokens=first.input_tokens if input_tokens is None else input_tokens,
+        output_tokens=first.output_tokens if output_tokens is None else output_tokens,
+    )  # fmt: skip
     path = write_page(out / FILE_NAME, compare=record, models=models, request=request, flow=flow)
     size = path.stat().st_size
     if as_json:

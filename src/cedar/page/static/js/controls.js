@@ -71,11 +71,23 @@ export function makeNumberFields(change) {
   }
 }
 
+/** Writes the choices in the language of the page; they are not made anew afterwards. */
+export function nameControls(t, words, data) {
+  find("model").replaceChildren(...data.models.map(({ name }) => new Option(modelTitle(t, name, words), name)));
+  find("flow").replaceChildren(...data.flows.map((flow) => html("label", {},
+    html("input", { type: "radio", name: "flow", value: flow }), html("span", {}, t(`flow.${flow}`)))));
+}
+
 /** Makes the controls show the state. A number that is being typed is left alone. */
 export function showControls(t, words, data, state) {
   const model = data.models.find(({ name }) => name === state.model);
-  fillModels(t, words, data, state.model);
-  find("flow").replaceChildren(...data.flows.map((flow) => flowChoice(t, flow, model, state.flow)));
+  find("model").value = state.model;
+  for (const choice of find("flow").querySelectorAll("input")) {
+    const reason = model.flows[choice.value].unavailable;
+    choice.checked = choice.value === state.flow;
+    choice.disabled = Boolean(reason);
+    choice.parentNode.title = reason ? t("flow.unavailable", { reason }) : "";
+  }
   for (const name of CONTROLS) {
     const [box, slider] = [find(name), find(`${name}-slider`)];
     if (document.activeElement !== box && Number.isFinite(state[name])) box.value = count(state[name]);
@@ -85,23 +97,6 @@ export function showControls(t, words, data, state) {
   find("request-summary").textContent = t("control.summary", {
     model: modelTitle(t, state.model, words), input: count(state.input_tokens), output: count(state.output_tokens),
   });
-}
-
-function fillModels(t, words, data, chosen) {
-  const select = find("model");
-  select.replaceChildren(...data.models.map(({ name }) => {
-    const option = new Option(modelTitle(t, name, words), name);
-    option.selected = name === chosen;
-    return option;
-  }));
-}
-
-function flowChoice(t, flow, model, chosen) {
-  const reason = model.flows[flow].unavailable;
-  const title = reason ? t("flow.unavailable", { reason }) : null;
-  return html("label", { title },
-    html("input", { type: "radio", name: "flow", value: flow, checked: flow === chosen, disabled: Boolean(reason) }),
-    html("span", {}, t(`flow.${flow}`)));
 }
 
 /** Says what is wrong with the request, or clears it. */

@@ -95,7 +95,9 @@ function moduloFloats(x, y) {
 }
 
 function floorFloats(x, y) {
-  const quotient = (x - moduloFloats(x, y)) / y;
+  if (y === 0) throw new RangeError("division by zero");
+  const rest = x % y;
+  const quotient = (x - rest) / y - (rest !== 0 && rest < 0 !== y < 0 ? 1 : 0);
   const floor = Math.floor(quotient);
   return quotient - floor > 0.5 ? floor + 1 : floor;
 }

@@ -44,7 +44,7 @@ function stack(view, layers, x, at, geometry) {
       rect(sx, y, 4, height, `work ${layer.side}`),
       label(sx + (wide ? 30 : 24), middle, layer.id, "end id"),
       label(sx + (wide ? 38 : 30), middle, t(`role.${layer.role}`), `role-name ${layer.role}`),
-      layer.has_engram ? label(sx + width - 22, middle, "◆", "end small engram") : null,
+      layer.has_engram ? label(sx + width - (wide ? 22 : 13), middle, "◆", "end small engram") : null,
       rect(sx + width - (wide ? 14 : 11), y + height / 2 - 4, 8, 8, "window", { rx: 2 }),
     );
   });

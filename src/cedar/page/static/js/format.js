@@ -2,30 +2,29 @@
 
 const PREFIXES = [["P", 1e15], ["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]];
 
-const grouped = (value, digits) =>
-  value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+// Made once: making one costs more than a thousand uses.
+const WHOLE = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+const UP_TO_TWO = new Intl.NumberFormat("en-US", { maximumFractionDigits: 2 });
+const TWO = new Intl.NumberFormat("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 });
 
-function prefixed(value, unit, digits, like) {
+const grouped = (value, digits) => (digits ? TWO : WHOLE).format(value);
+
+function prefixed(value, unit, like) {
   const number = Number(value);
   for (const [prefix, scale] of PREFIXES) {
-    if (like >= scale) return `${grouped(number / scale, digits)} ${prefix}${unit}`;
+    if (like >= scale) return `${grouped(number / scale, 2)} ${prefix}${unit}`;
   }
-  return `${grouped(number, Number.isInteger(number) ? 0 : digits)} ${unit}`;
+  return `${grouped(number, Number.isInteger(number) ? 0 : 2)} ${unit}`;
 }
 
 /** Powers of 1000: 27590000 -> "27.59 MB". */
-export const bytes = (value) => prefixed(value, "B", 2, Number(value));
+export const bytes = (value) => prefixed(value, "B", Number(value));
 
 /** With the prefix that `like` would have, so that numbers side by side share theirs. */
-export const flops = (value, like = value) => prefixed(value, "FLOP", 2, Number(like));
+export const flops = (value, like = value) => prefixed(value, "FLOP", Number(like));
 
 /** 30000 -> "30,000"; at most two decimals. */
-export function count(value) {
-  const number = Number(value);
-  return typeof value === "bigint" || Number.isInteger(number)
-    ? value.toLocaleString("en-US")
-    : number.toLocaleString("en-US", { maximumFractionDigits: 2 });
-}
+export const count = (value) => (typeof value === "bigint" ? WHOLE : UP_TO_TWO).format(value);
 
 /** Three significant digits: 0.0124 -> "12.4 ms", 9000 -> "2.5 h". */
 export function seconds(value) {

@@ -8,7 +8,7 @@ import * as groups from "cedar/fig_groups.js";
 import * as requestPath from "cedar/fig_path.js";
 import * as prefill from "cedar/fig_prefill.js";
 import {
-  firstState, makeNumberFields, modelTitle, remember, showControls, showProblem,
+  firstState, makeNumberFields, modelTitle, nameControls, remember, showControls, showProblem,
 } from "cedar/controls.js";
 import { differencesTable, figureFrame, glance, legend, marked, note, putWords, worded } from "cedar/frame.js";
 import { LayerCard } from "cedar/layer_card.js";
@@ -45,6 +45,7 @@ class Page {
     this.card = new LayerCard(() => this.view);
     this.record = new RecordSection(DATA, (request) => this.change(request));
     this.build();
+    this.measure();
     if (find("cedar-record").textContent.trim()) this.record.load(read("cedar-record"));
     this.speak();
     this.listen();
@@ -94,10 +95,9 @@ class Page {
     const unfold = () => (find("request").open = wide.matches);
     wide.addEventListener("change", unfold);
     unfold();
-    let width = document.documentElement.clientWidth;
     addEventListener("resize", () => {
-      if (width === document.documentElement.clientWidth) return;
-      width = document.documentElement.clientWidth;
+      if (this.width === document.documentElement.clientWidth) return;
+      this.measure();
       this.drawFigures();
     });
     addEventListener("beforeprint", () => this.drawFigures(PRINT_WIDTH));
@@ -109,6 +109,7 @@ class Page {
     const { t } = this;
     document.documentElement.lang = TAGS[this.state.language];
     putWords(t);
+    nameControls(t, WORDS[this.state.language].text, DATA);
     find("legend").replaceChildren(...legend(t));
     const version = document.querySelector("meta[name=generator]").content;
     find("footer").textContent = t("footer", { version });
@@ -138,7 +139,8 @@ class Page {
     showProblem(problem && problem.text + stale, problem?.field);
     find("figures").classList.toggle("stale", Boolean(problem));
     if (problem) return;
-    remember(state);
+    clearTimeout(this.remembering); // browsers limit how often an address may change
+    this.remembering = setTimeout(() => remember(state), 200);
     const measured = this.record.measuredFor(state);
     this.view = new View(DATA, { ...state }, t, measured);
     this.draw();
@@ -167,13 +169,21 @@ class Page {
     this.drawFigures();
   }
 
-  drawFigures(width) {
-    if (!this.view) return;
-    this.card.hide();
-    for (const frame of this.frames) this.drawFigure(frame, frame.flow && width ? width / 2 : width);
+  /** Reads how wide each drawing may be. Costs a layout of the page, so only when that may change. */
+  measure() {
+    this.width = document.documentElement.clientWidth;
+    for (const { place } of this.frames) place.room = place.drawing.clientWidth;
   }
 
-  drawFigure({ n, flow, draw, caption, place }, width = place.drawing.clientWidth) {
+  drawFigures(paper) {
+    if (!this.view) return;
+    this.card.hide();
+    for (const frame of this.frames) {
+      this.drawFigure(frame, paper ? paper / (frame.flow ? 2 : 1) : frame.place.room);
+    }
+  }
+
+  drawFigure({ n, flow, draw, caption, place }, width) {
     const { view, t } = this;
     const shown = flow ?? view.flow.name;
     const held = place.drawing.contains(document.activeElement) && document.activeElement.dataset.layer;
