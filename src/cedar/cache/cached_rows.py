@@ -144,7 +144,10 @@ class CachedRows:
         packed = self._ops.pack_rows(index_q, state.formats.index)
         weights = weights.float()
         visible = self._visible_to(spec.compress_ratio, queries)
-        if self._rules.index_key_rule == "as_shipped":
+        slots = [state.slots[slot] for slot in queries.sequences]
+        if self._rules.index_key_rule == "as_shipped" and any(
+            slot.published != spec.kv_owner for slot in slots
+        ):
             selection = self._select_as_shipped(spec, queries, packed, weights, visible)
             self.selections[spec.layer_id] = (queries, selection)
             return
@@ -218,8 +221,8 @@ class CachedRows:
         """Score the keys that were published last, whoever owns them (specification 7.2).
 
         The published release program does so in decode steps in which a ratio-2 owner completes no
-        group. Candidate pools are left out: below their size they change nothing, and with stale
-        keys they mean nothing.
+        group. Candidate pools are left out: over stale keys they mean nothing (the release's
+        candidate source has ratio 1, so its keys are never stale).
         """
         state = self._state
         topk = state.plan.index_topk
@@ -232,10 +235,14 @@ class CachedRows:
                 continue
             rows = slice(offset, offset + count)
             keys = state.pool.paged_index(owner, state.tables)
+            exist = visible[rows]
+            if owner != spec.kv_owner:
+                exist = exist.clamp(
+                    max=state.slots[slot].length // state.plan[owner].compress_ratio
+                )
             picked = self._ops.index_topk(
-                packed[rows], weights[rows], keys, queries.row_sequences[rows], visible[rows],
-                topk=topk,
-            )  # fmt: skip
+                packed[rows], weights[rows], keys, queries.row_sequences[rows], exist, topk=topk
+            )
             out[rows] = picked.positions
         return Selection(out)
 

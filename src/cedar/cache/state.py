@@ -35,7 +35,7 @@ class Slot:
         stash_stream, stash_pre: boundary rows of the last prompt positions, `[k, C, D]`, `[k, C]`;
             None once the sequence has decoded.
         history: last token ids, newest last, at most the Engram look-back.
-        published: owner whose index keys were written last (as-shipped key rule only).
+        published: owner whose index keys were written last; the as-shipped key rule reads it.
     """
 
     length: int = 0

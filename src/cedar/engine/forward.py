@@ -65,11 +65,24 @@ class ForwardPass:
         self.net, self.plan, self.engram = net, net.plan, engram
         self._rule: IndexKeyRule = index_key_rule
 
-    def rows(self, state: ModelState, spans: Spans, *, fresh_decoder: bool = False) -> CachedRows:
-        """Row store of one call; rows of tokens already stored are left alone."""
+    def rows(
+        self,
+        state: ModelState,
+        spans: Spans,
+        *,
+        fresh_decoder: bool = False,
+        decoding: bool = False,
+    ) -> CachedRows:
+        """Row store of one call; rows of tokens already stored are left alone.
+
+        Args:
+            decoding: a decode step; only there does the as-shipped key rule differ.
+        """
         floors = tuple(state.slots[slot].length for slot in spans.sequences)
         rules = CallRules(
-            global_floor=floors, fresh_decoder=fresh_decoder, index_key_rule=self._rule
+            global_floor=floors,
+            fresh_decoder=fresh_decoder,
+            index_key_rule=self._rule if decoding else "corrected",
         )
         return CachedRows(state, self.net.ops, rules)
 
@@ -96,6 +109,7 @@ class ForwardPass:
         else:
             self._stash(boundary, state, spans, keep_boundary)
         self._advance(pieces, state, spans, decoded=keep_boundary is None)
+        self._publish(state, spans)
         return last
 
     def rewind(self, state: ModelState, slot: int, start: int, prefix_ids: Sequence[int]) -> None:
@@ -118,7 +132,7 @@ class ForwardPass:
         """One token of each slot through every layer; the stream leaving the last layer."""
         starts = tuple(state.slots[slot].encoder_length for slot in slots)
         spans = Spans(tuple(slots), starts, (1,) * len(starts))
-        rows = self.rows(state, spans)
+        rows = self.rows(state, spans, decoding=True)
         pieces = list(ids.split(1))
         with account.decode.timed():
             engram = self._engram_rows(pieces, state, spans)
@@ -219,6 +233,13 @@ class ForwardPass:
                 stream = torch.cat((record.stash_stream, stream))
                 pre = torch.cat((record.stash_pre, pre))
             record.stash_stream, record.stash_pre = stream[-keep:].clone(), pre[-keep:].clone()
+
+    def _publish(self, state: ModelState, spans: Spans) -> None:
+        """Note whose keys a prompt published last: those of the last owner that has any."""
+        for slot in spans.sequences:
+            record = state.slots[slot]
+            owners = [s.layer_id for s in self.plan.kv_owners if s.compress_ratio <= record.length]
+            record.published = owners[-1] if owners else None
 
     def _engram_rows(
         self, pieces: Sequence[Tensor], state: ModelState, spans: Spans

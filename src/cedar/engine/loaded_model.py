@@ -254,6 +254,11 @@ class LoadedModel:
     ) -> None:  # fmt: skip
         if len(new) != len(slots):
             raise UsageError(f"prefill got {len(new)} sequences for a state of {len(slots)}")
+        if prefix is not None and len(prefix) != len(slots):
+            raise UsageError(
+                f"prefix_ids holds {len(prefix)} sequences for a state of {len(slots)}; pass one per "
+                f"sequence"
+            )
         for i, slot in enumerate(slots):
             record = state.slots[slot]
             restored = record.encoder_length < record.length
