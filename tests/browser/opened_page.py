@@ -1,25 +1,64 @@
-"""A page opened in the browser: what it shows, how to work its controls, what went wrong in it."""
+"""The browser, and a page opened in it: what it shows, how to work it, what went wrong in it."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
+
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+         "--disable-background-networking", "--disable-component-update")  # fmt: skip
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def chromium() -> str | None:
+    """Path of the system's browser, or of the one that CHROMIUM names; None if there is none."""
+    named = os.environ.get("CHROMIUM")
+    return named or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 @dataclass
 class Opened:
-    """A page in the browser and what went wrong in it.
+    """A tab and what went wrong in it since the page was opened last.
 
     Attributes:
         page: playwright's page.
-        errors: console errors and uncaught exceptions.
-        requests: addresses asked for, the file itself and data: addresses left out.
+        address: the file that was opened.
+        errors: console errors and warnings, and uncaught exceptions.
+        requests: addresses asked for, except the file itself and data: addresses.
     """
 
     page: Any
+    address: str = ""
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", self._heard)
+        self.page.on("request", self._asked)
+
+    def _heard(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.errors.append(message.text)
+
+    def _asked(self, request: Any) -> None:
+        if not request.url.startswith("data:") and request.url.split("#")[0] != self.address:
+            self.requests.append(request.url)
+
+    def open(self, file: Path, state: dict[str, object]) -> Opened:
+        """Load the file anew with a state in its address."""
+        self.page.goto("about:blank")
+        self.errors.clear()
+        self.requests.clear()
+        self.address = file.as_uri()
+        self.page.goto(self.address + (f"#{urlencode(state)}" if state else ""))
+        self.page.wait_for_selector("#figure-10 svg")
+        return self
 
     def check(self) -> None:
         """Nothing may have gone wrong, and nothing may have left the file."""
@@ -34,9 +73,13 @@ class Opened:
         )
         return {(flow, line): float(value) for flow, line, value in found}
 
-    def drawing(self, figure: int) -> str:
-        """The drawing of one figure as text."""
-        return str(self.page.inner_html(f"#figure-{figure} .drawing"))
+    def drawings(self) -> list[str]:
+        """The ten drawings as text."""
+        found = self.page.eval_on_selector_all(
+            ".figure .drawing", "all => all.map(one => one.innerHTML)"
+        )
+        assert len(found) == 10
+        return [str(text) for text in found]
 
     def enter(self, control: str, value: str) -> None:
         """Type a number into a control."""

@@ -67,7 +67,7 @@ def test_no_script_evaluates_text_or_asks_the_network() -> None:
 
 
 def placeholders(text: str) -> set[str]:
-    return set(re.findall(r"\{(\w+)\}", text))
+    return set(re.findall(r"\{(\w+)(?::[^}]*)?\}", text))
 
 
 def test_both_languages_have_the_same_texts_with_the_same_numbers_in_them() -> None:

@@ -7,7 +7,10 @@ import { CONTROLS } from "cedar/view.js";
 
 const find = (id) => document.getElementById(id);
 
-/** First state: what the address says, else what the file says, else what the browser prefers. */
+/**
+ * First state: what the address says, else what the file says, else what the browser prefers; and
+ * the numbers as they were written.
+ */
 export function firstState(data, languages) {
   const asked = new URLSearchParams(location.hash.slice(1));
   const one = (name, allowed, otherwise) => (allowed.includes(asked.get(name)) ? asked.get(name) : otherwise);
@@ -20,10 +23,12 @@ export function firstState(data, languages) {
     language: one("language", languages, preferred ?? languages[0]),
     theme: one("theme", ["light", "dark"], dark ? "dark" : "light"),
   };
+  const typed = {};
   for (const name of CONTROLS) {
-    state[name] = asked.has(name) ? wholeNumber(asked.get(name)) : data.controls[name];
+    typed[name] = asked.get(name) ?? String(data.controls[name]);
+    state[name] = readNumber(typed[name]);
   }
-  return state;
+  return { state, typed };
 }
 
 export function remember(state) {
@@ -31,8 +36,8 @@ export function remember(state) {
   history.replaceState(null, "", `#${address}`);
 }
 
-/** "30,000" or "30000" as a number; NaN for what is no number. */
-export const wholeNumber = (text) =>
+/** "30,000" or "30000" as a number, whole or not; NaN for what is none. */
+export const readNumber = (text) =>
   /^\s*[+-]?\d[\d,_ ]*(\.\d+)?\s*$/.test(text) ? Number(text.replace(/[,_\s]/g, "")) : NaN;
 
 export const modelTitle = (t, name, words) => (`model.${name}` in words ? t(`model.${name}`) : name);
@@ -50,12 +55,12 @@ function fromSlider(step, limit) {
 export function makeNumberFields(change) {
   for (const place of document.querySelectorAll("[data-number]")) {
     const name = place.dataset.number;
-    const heard = (event) => change(name, wholeNumber(event.target.value), event.target.value);
+    const heard = (event) => change(name, readNumber(event.target.value), event.target.value);
     const box = html("input", {
       id: name, type: "text", inputmode: "numeric", spellcheck: "false", "aria-describedby": "problem",
       oninput: heard,
       onchange: (event) => {
-        const value = wholeNumber(event.target.value);
+        const value = readNumber(event.target.value);
         if (Number.isFinite(value)) event.target.value = count(value);
       },
     });
@@ -79,7 +84,7 @@ export function nameControls(t, words, data) {
 }
 
 /** Makes the controls show the state. A number that is being typed is left alone. */
-export function showControls(t, words, data, state) {
+export function showControls(t, words, data, state, typed) {
   const model = data.models.find(({ name }) => name === state.model);
   find("model").value = state.model;
   for (const choice of find("flow").querySelectorAll("input")) {
@@ -90,7 +95,7 @@ export function showControls(t, words, data, state) {
   }
   for (const name of CONTROLS) {
     const [box, slider] = [find(name), find(`${name}-slider`)];
-    if (document.activeElement !== box && Number.isFinite(state[name])) box.value = count(state[name]);
+    if (document.activeElement !== box) box.value = Number.isFinite(state[name]) ? count(state[name]) : typed[name];
     slider.dataset.limit = model.max_tokens - 1;
     if (document.activeElement !== slider) slider.value = toSlider(state[name], model.max_tokens - 1);
   }

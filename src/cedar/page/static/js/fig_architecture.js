@@ -2,7 +2,7 @@
 
 import { count } from "cedar/format.js";
 import { kvKind, layerGroup } from "cedar/parts.js";
-import { canvas, group, label, rect, route } from "cedar/svg.js";
+import { canvas, diamond, group, label, rect, route } from "cedar/svg.js";
 
 const TOP = 84;
 const FOOT = 62;
@@ -44,7 +44,7 @@ function stack(view, layers, x, at, geometry) {
       rect(sx, y, 4, height, `work ${layer.side}`),
       label(sx + (wide ? 30 : 24), middle, layer.id, "end id"),
       label(sx + (wide ? 38 : 30), middle, t(`role.${layer.role}`), `role-name ${layer.role}`),
-      layer.has_engram ? label(sx + width - (wide ? 22 : 13), middle, "◆", "end small engram") : null,
+      layer.has_engram ? diamond(sx + width - (wide ? 26 : 18), y + height / 2) : null,
       rect(sx + width - (wide ? 14 : 11), y + height / 2 - 4, 8, 8, "window", { rx: 2 }),
     );
   });
@@ -117,14 +117,12 @@ function between(view, geometry, { at, step, bottom, ex, dx }) {
   );
   const n = count(view.state.input_tokens);
   const streamText = flow.ced ? t("fig1.stream", { n: count(rows) }) : t("fig1.stream.full", { n });
-  const words = [
-    [streamX - 10, 0.62, streamText, "end small muted"],
-    ...(owners.length ? [[busX - 10, 0.24, t("fig1.projection", { n }), "end small kv-word"]] : []),
-  ];
+  const words = [[streamX, streamX - middle, 0.62, streamText, "end small muted"]];
+  if (owners.length) words.push([busX, busX - streamX, 0.24, t("fig1.projection", { n }), "end small kv-word"]);
   if (wide) {
     const tall = bottom - TOP;
-    parts.push(words.map(([x, share, text, kind]) =>
-      lines(text, 13).map((line, i) => label(x, TOP + tall * share + i * 15, line, kind))));
+    parts.push(words.map(([x, room, share, text, kind]) =>
+      lines(text, (room - 20) / 6.3).map((line, i) => label(x - 10, TOP + tall * share + i * 15, line, kind))));
   }
   return [...parts, pill];
 }

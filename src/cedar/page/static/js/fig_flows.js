@@ -21,9 +21,10 @@ export const drawFlow = (name) => (view, width) => {
   const step = barHeight(width, UNDER);
   const place = (i) => ({ x: 0, y: MAP + 16 + i * step, width });
   const measured = view.measured[name] ?? {};
-  const [, all] = workOf(view, flow);
+  const [run, all] = workOf(view, flow);
   const bars = [
     workBar(view, flow, place(0), Number(all), t("flows.work")),
+    label(width, place(0).y + barHeight(width), t("flows.share", { share: percent(Number(run) / Number(all)), whole: count(all) }), "end tiny muted"),
     activationBar(view, flow, place(1)),
     memoryBar(view, flow, place(2), measured),
     persistedBar(view, flow, place(3), measured),
@@ -88,7 +89,7 @@ function persistedBar(view, flow, place, measured) {
   // A run without a store says what the store would write: derived, so no measured mark.
   const measuredBytes = isMeasured(measured, "persisted") ? measured.persisted_bytes : undefined;
   const previous = maybe(ledger, "quoted.v4_flash_persisted_bytes");
-  const share = view.t("flows.persisted.of", { share: percent(ledger.number("store.share")), baseline: bytes(ledger.get("store.baseline_bytes")) });
+  const share = view.t("flows.share", { share: percent(ledger.number("store.share")), whole: bytes(ledger.get("store.baseline_bytes")) });
   return group({},
     bar(place, {
       title: view.t("flows.persisted"), max: view.largest("store.baseline_bytes"), quote: quote ?? previous,

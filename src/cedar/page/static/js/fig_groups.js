@@ -2,7 +2,7 @@
 
 import { count } from "cedar/format.js";
 import { kvKind, layerGroup } from "cedar/parts.js";
-import { canvas, group, label, rect } from "cedar/svg.js";
+import { canvas, diamond, group, label, rect } from "cedar/svg.js";
 
 const LANES = { layer: 28, kv: 24, topk: 12, window: 10 };
 const GAP = 5;
@@ -77,7 +77,7 @@ function lane(view, { layers }, { x, y, cell }) {
     label(x + (i + 0.5) * cell, at.layer + 17, layer.id, `middle id${layer.owns ? " strong" : ""}`),
     rect(x + i * cell + 1, at.kv, cell - 2, LANES.kv, `kv ${kvKind(layer)}`, { rx: 2 }),
     rect(x + i * cell + 1, at.window, cell - 2, LANES.window, "window", { rx: 2 }),
-    layer.has_engram ? label(x + (i + 1) * cell - 4, at.layer + 10, "◆", "end speck engram") : null,
+    layer.has_engram ? diamond(x + (i + 1) * cell - 7, at.layer + 7) : null,
   ));
   return group({}, own, selections(layers, x, at.topk, cell), foot(view, layers, owner, { x, y: y + ROW - 30, cell }));
 }

@@ -40,7 +40,7 @@ class Place {
     this.wide = width >= 700;
     this.steps = steps;
     if (this.wide) {
-      Object.assign(this, { ends: width < 860 ? 84 : 96, gap: width < 860 ? 22 : 30, strip: 34, apart: 30, across: 116, between: 78, deep: 54 });
+      Object.assign(this, { ends: 96, gap: width < 860 ? 20 : 30, strip: 34, apart: 30, across: 116, between: 78, deep: 54 });
       this.step = (width - 2 * (this.ends + this.gap) - (steps - 1) * this.gap) / steps;
     } else {
       Object.assign(this, { ends: 42, gap: 26, strip: 24, apart: 16, across: Math.min(200, width * 0.43), step: 114 });
@@ -142,14 +142,14 @@ function memory(view, place, steps) {
     named(kv, t("fig2.kv"), bytes(flow.ledger.get("kv_bytes")), "on-kv")];
   steps.forEach(({ name, writes }, i) => {
     if (!writes) return;
-    const at = place.center(i) - (name === "decode" ? place.step * 0.2 : 0);
+    const at = place.center(i) - (name === "decode" ? place.step * 0.3 : 0);
     const [x, y] = place.point(at, (place.foot + place.memory) / 2);
     parts.push(
       route([place.point(at, place.foot + 3), place.point(at, place.memory - 3)], "kv", { arrow: true }),
       place.wide ? label(x + 8, y + 4, bytes(writes), "small muted") : label(x, y - 7, bytes(writes), "tiny muted middle"),
     );
   });
-  const read = place.center(steps.length - 1) + place.step * 0.32;
+  const read = place.center(steps.length - 1) + place.step * 0.38;
   parts.push(route([place.point(read, place.memory - 3), place.point(read, place.foot + 3)], "kv", { arrow: true }));
   return parts;
 }

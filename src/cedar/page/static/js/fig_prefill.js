@@ -85,6 +85,6 @@ export function caption(view) {
   const more = [
     flow.ced && flow.ledger.number("phases.project.layers") && t("fig3.more.ced"),
     axis.broken && t("fig3.more.broken", { tail: count(tail) }),
-  ].filter(Boolean).join(" ");
+  ].filter(Boolean).join("");
   return t("fig3.caption", { run: count(run), all: count(all), share: percent(Number(run) / Number(all)), more });
 }

@@ -16,7 +16,7 @@ export function putWords(t) {
 /** Words between backticks as code. */
 export const marked = (text) => text.split("`").map((part, i) => (i % 2 ? html("code", {}, part) : part));
 
-const SWATCHES = ["encoder", "decoder", "owned", "borrowed", "window", "idle"];
+const SWATCHES = ["encoder", "decoder", "owned", "borrowed", "window", "idle", "engram"];
 const KINDS = ["derived", "quoted", "mixed", "measured"];
 
 /** The colours and the kinds of numbers. */

@@ -39,8 +39,7 @@ const SECTIONS = [
 
 class Page {
   constructor() {
-    this.state = firstState(DATA, Object.keys(WORDS));
-    this.typed = {};
+    Object.assign(this, firstState(DATA, Object.keys(WORDS)));
     this.ledgerTable = new LedgerTable(find("ledger"));
     this.card = new LayerCard(() => this.view);
     this.record = new RecordSection(DATA, (request) => this.change(request));
@@ -117,10 +116,6 @@ class Page {
   }
 
   change(changes) {
-    for (const name of Object.keys(changes)) {
-      if (!(name in this.typed) || this.typed[name] === undefined) continue;
-      if (document.activeElement?.id !== name) delete this.typed[name];
-    }
     Object.assign(this.state, changes);
     this.refresh();
   }
@@ -133,12 +128,17 @@ class Page {
       state.flow = DATA.flows.findLast((flow) => !model.flows[flow].unavailable);
     }
     this.dress();
-    showControls(t, WORDS[state.language].text, DATA, state);
+    showControls(t, WORDS[state.language].text, DATA, state, this.typed);
     const problem = requestProblem(model, state, this.typed, t);
-    const stale = problem && this.view ? ` ${t("error.stale")}` : "";
-    showProblem(problem && problem.text + stale, problem?.field);
+    showProblem(problem && `${problem.text} ${t("error.stale")}`, problem?.field);
     find("figures").classList.toggle("stale", Boolean(problem));
-    if (problem) return;
+    const last = this.view?.state ?? { ...DATA.controls, model: DATA.models[0].name };
+    this.show(problem ? { ...last, language: state.language, theme: state.theme } : state);
+  }
+
+  /** Draws a possible state and keeps it in the address. */
+  show(state) {
+    const { t } = this;
     clearTimeout(this.remembering); // browsers limit how often an address may change
     this.remembering = setTimeout(() => remember(state), 200);
     const measured = this.record.measuredFor(state);
@@ -176,7 +176,7 @@ class Page {
   }
 
   drawFigures(paper) {
-    if (!this.view) return;
+    if (!this.view || !this.width) return; // a window without room is measured when it gets some
     this.card.hide();
     for (const frame of this.frames) {
       this.drawFigure(frame, paper ? paper / (frame.flow ? 2 : 1) : frame.place.room);

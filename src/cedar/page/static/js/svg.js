@@ -42,6 +42,9 @@ export const path = (points, kind, attributes = {}) =>
   svg("path", { d: points.map((part) => (typeof part === "number" ? round(part) : part)).join(" "),
     class: kind, ...attributes });
 
+/** The small mark of a layer with an n-gram memory. */
+export const diamond = (x, y) => path(["M", x, y - 4, "l", 4, 4, "l", -4, 4, "l", -4, -4, "z"], "engram");
+
 /** A polyline through [x, y] pairs with rounded corners and, if asked, an arrow head at its end. */
 export function route(points, kind, { arrow = false, radius = 6 } = {}) {
   const parts = ["M", ...points[0]];

@@ -138,13 +138,17 @@ export function requestProblem(model, request, typed, t) {
   return { field: "input_tokens", text: t("error.context", Object.fromEntries(written)) };
 }
 
-/** Words of one language: `{name}` in a text is replaced by values.name. */
+/**
+ * Words of one language. In a text `{name}` stands for values.name, and `{name:one/many}` for one
+ * of two words, by whether that value is 1.
+ */
 export function translator(words) {
   return (key, values = {}) => {
     if (!(key in words)) throw new RangeError(`there is no text ${key}`);
-    return words[key].replace(/\{(\w+)\}/g, (_, name) => {
+    return words[key].replace(/\{(\w+)(?::([^/}]*)\/([^}]*))?\}/g, (_, name, one, many) => {
       if (!(name in values)) throw new RangeError(`the text ${key} needs ${name}`);
-      return String(values[name]);
+      const value = String(values[name]);
+      return one === undefined ? value : value === "1" ? one : many;
     });
   };
 }

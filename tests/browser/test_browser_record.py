@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from opened_page import Opened, Opener
 
 from cedar.page.page import write_page
@@ -91,27 +90,33 @@ def test_a_record_of_an_unknown_model_shows_its_own_predictions(
     opened.check()
 
 
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (lambda record: "{", "not JSON"),
-        (lambda record: json.dumps([record]), "no model name"),
-        (lambda record: json.dumps(record | {"model": {}}), "no model name"),
-        (lambda record: json.dumps(record | {"request": {"input_tokens": 0}}), "no request"),
-        (lambda record: json.dumps(record | {"flows": {"both": {}}}), "no known flow"),
-        (lambda record: json.dumps(record | {"flows": {"ced": {"kv_bytes": 1}}}), "not a run"),
-        (lambda record: json.dumps(record | {"flows": {"ced": {"measured": {"kv_bytes": "many"}}}}),
+def bad_files(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """(text of a file, what the page says about it)."""
+
+    def without(**changes: object) -> str:
+        return json.dumps(record | changes)
+
+    return [
+        ("{", "not JSON"),
+        (json.dumps([record]), "no model name"),
+        (without(model={}), "no model name"),
+        (without(request={"input_tokens": 0}), "no request"),
+        (without(flows={"both": {}}), "no known flow"),
+        (without(flows={"ced": {"kv_bytes": 1}}), "not a run"),
+        (without(flows={"ced": {"measured": {"kv_bytes": "many"}}}),
          "kv_bytes of flow ced is not a number"),
-    ],
-)  # fmt: skip
+    ]  # fmt: skip
+
+
 def test_a_file_that_is_no_record_is_refused_and_changes_nothing(
-    shared_page: Opened, tmp_path: Path, record: dict[str, Any], spoil: Any, says: str
+    open_page: Opener, tmp_path: Path, record: dict[str, Any]
 ) -> None:
-    path = tmp_path / "bad.json"
-    path.write_text(spoil(record))
-    opened = shared_page
+    opened = open_page()
     before = opened.values()
-    assert says in choose(opened, path)
-    assert opened.values() == before
-    assert opened.page.locator("#record-table table").count() == 0
+    for number, (text, says) in enumerate(bad_files(record)):
+        path = tmp_path / f"{number}.json"
+        path.write_text(text)
+        assert says in choose(opened, path)
+        assert opened.values() == before
+        assert opened.page.locator("#record-table table").count() == 0
     opened.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opened_page import Opened, Opener
@@ -14,20 +15,16 @@ from cedar.planner.source import resolve_model
 BY_CONTROL = ("input_tokens", "output_tokens", "tokens_per_turn")
 
 
-def drawings(opened: Opened) -> list[str]:
-    return [opened.drawing(figure) for figure in range(1, 11)]
-
-
 def changed(before: list[str], after: list[str]) -> set[int]:
     return {n for n, (one, other) in enumerate(zip(before, after, strict=True), 1) if one != other}
 
 
 def test_the_flow_redraws_figures_1_to_6_and_marks_its_own_of_7_to_10(open_page: Opener) -> None:
     opened = open_page()
-    before = drawings(opened)
+    before = opened.drawings()
     glance = opened.page.inner_text("#glance")
     opened.choose_flow("none")
-    after = drawings(opened)
+    after = opened.drawings()
     assert changed(before, after) == {1, 2, 3, 4, 5, 6}
     assert opened.page.inner_text("#glance") != glance
     titles = ("Neither", "CED", "CSA2", "CED + CSA2")
@@ -40,10 +37,10 @@ def test_the_flow_redraws_figures_1_to_6_and_marks_its_own_of_7_to_10(open_page:
 
 def test_the_model_redraws_every_figure(open_page: Opener) -> None:
     opened = open_page()
-    shown = [drawings(opened)]
+    shown = [opened.drawings()]
     for model in ("preset:v4.1-flash", "nano"):
         opened.page.select_option("#model", model)
-        shown.append(drawings(opened))
+        shown.append(opened.drawings())
     assert changed(shown[0], shown[1]) == set(range(1, 11))
     assert changed(shown[1], shown[2]) == set(range(1, 11))
     assert "differ" not in opened.page.inner_text("#differences")  # nano is neither of the two
@@ -96,11 +93,11 @@ def test_a_slider_moves_its_number(open_page: Opener) -> None:
 
 @pytest.mark.parametrize("control", BY_CONTROL)
 def test_a_number_that_is_not_possible_is_named_and_nothing_is_clamped(
-    shared_page: Opened, control: str
+    open_page: Opener, control: str
 ) -> None:
-    opened = shared_page
+    opened = open_page()
     opened.enter(control, "777")
-    shown, before = opened.values("#glance"), drawings(opened)
+    shown, before = opened.values("#glance"), opened.drawings()
     for value in ("0", "-5", "1.5", "", "many", "1e3", "99999999999999999999"):
         opened.enter(control, value)
         message = opened.problem()
@@ -109,7 +106,7 @@ def test_a_number_that_is_not_possible_is_named_and_nothing_is_clamped(
         assert "last request that was possible" in message
         assert opened.page.get_attribute(f"#{control}", "aria-invalid") == "true"
         assert opened.page.input_value(f"#{control}") == value
-    assert (opened.values("#glance"), drawings(opened)) == (shown, before)
+    assert (opened.values("#glance"), opened.drawings()) == (shown, before)
     opened.enter(control, "777")
     assert opened.problem() == ""
     assert opened.page.get_attribute(f"#{control}", "aria-invalid") == "false"
@@ -126,12 +123,19 @@ def test_a_request_longer_than_the_context_says_the_limit(open_page: Opener) -> 
     opened.check()
 
 
-def test_the_browser_chooses_language_and_theme_until_a_switch_does(open_page: Opener) -> None:
-    for locale, tag, scheme in (("zh-CN", "zh-CN", "dark"), ("en-GB", "en", "light"),
-                                ("fr-FR", "en", "light")):  # fmt: skip
-        opened = open_page(locale=locale, scheme=scheme)
+@pytest.mark.parametrize(("locale", "tag"), [("zh-TW", "zh-CN"), ("fr-FR", "en")])
+def test_the_language_is_the_browsers(browser: Any, page_file: Path, locale: str, tag: str) -> None:
+    context = browser.new_context(locale=locale)
+    opened = Opened(context.new_page()).open(page_file, {})
+    assert opened.page.locator("html").get_attribute("lang") == tag
+    context.close()
+
+
+def test_the_theme_is_the_browsers_until_a_switch_is_pressed(open_page: Opener) -> None:
+    for scheme in ("dark", "light"):
+        opened = open_page(scheme=scheme)
         root = opened.page.locator("html")
-        assert (root.get_attribute("lang"), root.get_attribute("data-theme")) == (tag, scheme)
+        assert root.get_attribute("data-theme") == scheme
     opened.page.click('#languages [data-language="zh"]')
     assert root.get_attribute("lang") == "zh-CN"
     assert opened.page.title() == "十张图看懂 CEDAR"
@@ -139,6 +143,19 @@ def test_the_browser_chooses_language_and_theme_until_a_switch_does(open_page: O
     assert root.get_attribute("data-theme") == "dark"
     pressed = opened.page.locator('[aria-pressed="true"]').all_inner_texts()
     assert pressed == ["中文", "深色"]
+    opened.check()
+
+
+def test_an_impossible_number_in_the_address_is_said_above_a_possible_request(
+    open_page: Opener,
+) -> None:
+    opened = open_page(input_tokens="lots")
+    assert "lots" in opened.problem()
+    assert opened.page.input_value("#input_tokens") == "lots"
+    assert opened.values("#glance")["ced+csa2", "kv_bytes"] == 27_590_000
+    opened.page.click('#languages [data-language="zh"]')
+    assert "lots" in opened.problem()
+    assert opened.page.inner_text("#figure-1 .figure-number") == "图 1"
     opened.check()
 
 

@@ -89,13 +89,13 @@ def test_every_figure_renders_for_this_model_in_every_flow(
     opened.check()
 
 
-@pytest.mark.parametrize("tokens", [1, 127, 129])
-def test_prompts_about_as_long_as_the_window_draw_without_a_broken_axis(
-    open_page: Opener, tokens: int
-) -> None:
-    opened = open_page(input_tokens=tokens, output_tokens=1)
-    check_figures(opened)
-    assert opened.page.locator("#figure-3 .break").count() == 0
+def test_prompts_about_as_long_as_the_window_draw_without_a_broken_axis(open_page: Opener) -> None:
+    opened = open_page(output_tokens=1)
+    assert opened.page.locator("#figure-3 .break").count() == 2
+    for tokens in ("1", "127", "128", "129"):
+        opened.enter("input_tokens", tokens)
+        check_figures(opened)
+        assert opened.page.locator("#figure-3 .break").count() == 0
     opened.check()
 
 
