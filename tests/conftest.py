@@ -7,6 +7,7 @@ made by each test.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -93,6 +94,21 @@ def _directory(model: str) -> Path:
 def model_directory() -> Callable[[str], Path]:
     """Short name of a recorded model, such as `m1`, to its directory."""
     return _directory
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path, model_directory: Callable[[str], Path]) -> Callable[[str], Path]:
+    """`copy_of(model)`: a recorded model in a directory of its own, without its recordings."""
+
+    def copy(model: str) -> Path:
+        target = tmp_path / model
+        target.mkdir()
+        for file in model_directory(model).iterdir():
+            if not file.name.startswith("golden"):
+                shutil.copy(file, target)
+        return target
+
+    return copy
 
 
 @pytest.fixture(scope="session")

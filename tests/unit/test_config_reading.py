@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_documents import flat_of
 
 from cedar.config import fields as layout
 from cedar.config.model_config import ModelConfig
@@ -25,19 +26,6 @@ Document = dict[str, Any]
 def nested(model_directory: Directory) -> Document:
     """A complete nested document: text, quantisation, Engram, drafts, vision."""
     document: Document = json.loads((model_directory("m7") / "config.json").read_text())
-    return document
-
-
-def flat_of(config: ModelConfig) -> Document:
-    """The flat layout of a config, written from the table of names."""
-    document: Document = {"dtype": config.dense_dtype, "expert_dtype": config.expert_dtype}
-    for spec in layout.TEXT_FIELDS + layout.ROOT_FIELDS:
-        value = getattr(config, spec.name)
-        if spec.flat is not None and value is not None:
-            document[spec.flat] = list(value) if isinstance(value, tuple) else value
-    for spec in layout.VISION_FIELDS if config.vision else ():
-        assert spec.flat is not None
-        document[spec.flat] = getattr(config.vision, spec.name)
     return document
 
 
