@@ -7,13 +7,13 @@ a failure.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from opened_page import FLAGS, NAMES, Opened, Opener, chromium
+from opened_page import FLAGS, Opened, Opener, chromium_or_skip
+from playwright.sync_api import sync_playwright
 
 from cedar.config import preset
 from cedar.page.page import write_page
@@ -22,19 +22,12 @@ from cedar.planner.flows import Planner
 from cedar.planner.request import Request
 from cedar.planner.source import resolve_model
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
     """The browser of this session."""
-    path = chromium()
-    if path is None:
-        reason = f"no browser: none of {', '.join(NAMES)} is on PATH and CHROMIUM is not set"
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"{reason}; in CI the page must be tested, install chromium")
-        pytest.skip(reason)
-    with sync_api.sync_playwright() as playwright:
+    path = chromium_or_skip()
+    with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
         yield running
         running.close()

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import pytest
+
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
          "--disable-background-networking", "--disable-component-update")  # fmt: skip
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -19,6 +21,17 @@ def chromium() -> str | None:
     """Path of the system's browser, or of the one that CHROMIUM names; None if there is none."""
     named = os.environ.get("CHROMIUM")
     return named or next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+def chromium_or_skip() -> str:
+    """Path of the browser; without one the test is skipped, or fails where CI=true is set."""
+    path = chromium()
+    if path is not None:
+        return path
+    reason = f"no browser: none of {', '.join(NAMES)} is on PATH and CHROMIUM is not set"
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{reason}; in CI the page must be tested, install chromium")
+    pytest.skip(reason)
 
 
 @dataclass

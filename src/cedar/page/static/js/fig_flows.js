@@ -113,4 +113,15 @@ function summary(view, flow) {
   ].join(". ");
 }
 
-export const captionFlow = (name) => (view) => view.t(`fig${7 + view.data.flows.indexOf(name)}.caption`);
+/** What is left of reading and memory, against the flow with neither idea. */
+export const captionFlow = (name) => (view) => {
+  const flow = view.flows[name];
+  if (flow.unavailable) return "";
+  const [run, all] = workOf(view, flow);
+  const { ledger } = flow;
+  return view.t(`fig${7 + view.data.flows.indexOf(name)}.caption`, {
+    reading: percent(Number(run) / Number(all)),
+    memory: percent(ledger.number("kv_bytes") / view.flows.none.ledger.number("kv_bytes")),
+    disk: percent(ledger.number("store.share")),
+  });
+};

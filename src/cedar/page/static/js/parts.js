@@ -64,8 +64,9 @@ export class TokenAxis {
     }
     const before = this.tokens - this.tail;
     const width = before ? this.headWidth * ((rows - this.tail) / before) : 0;
-    const head = [this.x + this.headWidth - width, width];
-    return [head, [this.tailX, this.tailWidth]].filter((piece) => piece[1] > 0);
+    const start = this.x + this.headWidth - width;
+    if (!this.broken) return [[start, width + this.tailWidth]];
+    return [[start, width], [this.tailX, this.tailWidth]].filter((piece) => piece[1] > 0);
   }
 }
 
