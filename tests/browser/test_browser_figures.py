@@ -99,6 +99,15 @@ def test_prompts_about_as_long_as_the_window_draw_without_a_broken_axis(open_pag
     opened.check()
 
 
+def test_drawings_follow_the_window_down_to_almost_nothing(open_page: Opener) -> None:
+    opened = open_page(width=1280)
+    for width in (640, 50, 320, 1280):
+        opened.page.set_viewport_size({"width": width, "height": 900})
+        opened.page.wait_for_timeout(50)
+        opened.check()
+    check_figures(opened)
+
+
 def test_the_two_themes_differ_and_keep_text_readable(open_page: Opener) -> None:
     opened = open_page(theme="light")
     contrasts = []

@@ -24,6 +24,7 @@ const DATA = read("cedar-data");
 const WORDS = read("cedar-words");
 const TAGS = { en: "en", zh: "zh-CN" };
 const PRINT_WIDTH = 720;
+const LEAST_WIDTH = 240; // drawings are laid out for this; in less room the style sheet shrinks them
 
 const SECTIONS = [
   { id: "machine", figures: [{ n: 1, ...architecture }] },
@@ -172,11 +173,11 @@ class Page {
   /** Reads how wide each drawing may be. Costs a layout of the page, so only when that may change. */
   measure() {
     this.width = document.documentElement.clientWidth;
-    for (const { place } of this.frames) place.room = place.drawing.clientWidth;
+    for (const { place } of this.frames) place.room = Math.max(LEAST_WIDTH, place.drawing.clientWidth);
   }
 
   drawFigures(paper) {
-    if (!this.view || !this.width) return; // a window without room is measured when it gets some
+    if (!this.view) return;
     this.card.hide();
     for (const frame of this.frames) {
       this.drawFigure(frame, paper ? paper / (frame.flow ? 2 : 1) : frame.place.room);
