@@ -110,7 +110,9 @@ def paged(case: Case, rng: np.random.Generator, gap: int = 0) -> tuple[Bytes, In
     """The keys in a shuffled pool. Rows no query sees hold 0xFF; rows have `gap` bytes between."""
     sequences, count, row_bytes = case.keys.shape
     blocks = -(-count // case.rows_per_block)
-    pool = np.full(((sequences * blocks + 3) * case.rows_per_block, row_bytes + gap), 0xFF, np.uint8)
+    pool = np.full(
+        ((sequences * blocks + 3) * case.rows_per_block, row_bytes + gap), 0xFF, np.uint8
+    )
     ids = rng.permutation(sequences * blocks + 3)[: sequences * blocks]
     tables = ids.reshape(sequences, blocks).astype(np.int32)
     for s in range(sequences):

@@ -144,7 +144,7 @@ def store(case: Case, rng: np.random.Generator, gap: int = 0) -> tuple[Bytes, By
     window = np.full((span + 1, row_bytes), 0xFF, np.uint8)
     for base, lo, hi in zip(case.base, case.lo, case.hi):
         for p in range(lo, hi + 1):
-            window[base + p % case.modulus, :-gap or None] = case.window[p]
+            window[base + p % case.modulus, : -gap or None] = case.window[p]
     sequences, count, row_bytes = case.rows.shape
     blocks = -(-count // case.rows_per_block)
     ids = rng.permutation(sequences * blocks + 3)[: sequences * blocks]

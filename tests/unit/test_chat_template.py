@@ -342,7 +342,7 @@ def test_deepseek_v41_is_known_by_its_type_and_its_markers(tmp_path: Path) -> No
     assert template.writes_dsml
     for type_, tokens in (("llama", REQUIRED_MARKERS), ("deepseek_v41", REQUIRED_MARKERS[1:])):
         model_directory(tmp_path, tokens=tokens, model_type=type_)
-        with pytest.raises(UsageError, match="no chat format.*--chat-template"):
+        with pytest.raises(UsageError, match=r"no chat format.*--chat-template"):
             load_chat_template(tmp_path)
 
 
