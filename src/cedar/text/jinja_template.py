@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cedar.errors import CheckpointError, RequestError, UsageError
 from cedar.text.guarded_text import TextVault, on_real_text
@@ -165,7 +165,7 @@ def _compile(source: str, origin: str) -> Template:
     class Generation(Extension):
         """``{% generation %}`` marks what a model is trained on; for a prompt it means nothing."""
 
-        tags: ClassVar[set[str]] = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it an instance variable
 
         def parse(self, parser: Parser) -> list[nodes.Node]:
             next(parser.stream)
