@@ -54,6 +54,7 @@ void store_block(const float* sums, int64_t stride, int64_t rows, int64_t column
 }  // namespace
 
 int linear(const LinearCall& call) {
+  if (call.n == 0) return 0;
   const Weight& weight = call.weight;
   const Path path = choose_path(weight.kind, call.x_dtype, call.quantise);
   const Rows rows = {call.x, call.x_dtype, call.x_stride, nullptr, call.n, weight.in};
