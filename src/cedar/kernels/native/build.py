@@ -108,8 +108,7 @@ def find_compiler(environ: Mapping[str, str]) -> list[str] | None:
         if found := shutil.which(name, path=path):
             return [found]
     if importlib.util.find_spec("ziglang") is not None:
-        # Zig compiles for this very processor unless told otherwise; variants are chosen at run time.
-        return [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline"]
+        return [sys.executable, "-m", "ziglang", "c++"]
     return None
 
 
