@@ -142,9 +142,7 @@ def test_hyper_connections_of_a_row_do_not_see_the_batch(
     scale, norm = draw(5, 3), draw(6, width).to(dtype)
 
     def run(rows: slice) -> tuple[Tensor, ...]:
-        mixes = native.hc_mixes(
-            stream[rows], fn, base, scale, iters=20, eps=1e-6, norm_eps=1e-20
-        )
+        mixes = native.hc_mixes(stream[rows], fn, base, scale, iters=20, eps=1e-6, norm_eps=1e-20)
         collapsed = native.collapse_norm(stream[rows], mixes.pre, norm, 1e-20)
         return *mixes, collapsed, native.hc_expand(y[rows], stream[rows], mixes)
 
@@ -169,9 +167,7 @@ def test_recorded_pooling(native: NativeOperators, kernel_vectors: Recorded, cas
     for batch in range(2):
         x = get["x"][batch, : ratio * count].float()
         kv, gate = (x @ get[n].float().T for n in ("wkv", "wgate"))
-        pooled = native.pool_groups(
-            kv.unflatten(0, (-1, ratio)), gate.unflatten(0, (-1, ratio))
-        )
+        pooled = native.pool_groups(kv.unflatten(0, (-1, ratio)), gate.unflatten(0, (-1, ratio)))
         ours = native.rms_norm(pooled.bfloat16(), get["norm"], 1e-20).float()
         recorded = get["latents"][batch].float()
         assert (ours - recorded).abs().max() <= 2.0**-7 * recorded.abs().max()

@@ -107,9 +107,9 @@ def same_numbers(ours: Tensor, theirs: Tensor) -> bool:
     """Equal values; 0 may have either sign, and a result below 2^-126 may be flushed to 0."""
     tiny = theirs.abs() < 2.0**-126
     theirs = torch.where(tiny & (ours == 0), 0.0, theirs)
-    return torch.equal(torch.nan_to_num(ours + 0.0), torch.nan_to_num(theirs + 0.0)) and torch.equal(
-        ours.isnan(), theirs.isnan()
-    )
+    return torch.equal(
+        torch.nan_to_num(ours + 0.0), torch.nan_to_num(theirs + 0.0)
+    ) and torch.equal(ours.isnan(), theirs.isnan())
 
 
 @pytest.mark.parametrize("count", [1, 128])

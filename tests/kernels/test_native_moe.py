@@ -15,7 +15,6 @@ from torch import Tensor
 
 from cedar.errors import UsageError
 from cedar.formats import codec
-from cedar.kernels.native.library import NativeLibrary
 from cedar.kernels.native.operators import NativeOperators
 from cedar.kernels.operators import Expert, Routing, Weight
 from cedar.kernels.reference import ReferenceOperators
@@ -197,5 +196,3 @@ def test_experts_that_do_not_exist_are_refused(native: NativeOperators) -> None:
         with pytest.raises(UsageError):
             native.moe(x, Routing(torch.tensor([[bad]]), torch.ones(1, 1)), experts, shared,
                        limit=0.0)  # fmt: skip
-
-
