@@ -144,6 +144,16 @@ def load_recorded() -> ModelLoader:
     return load
 
 
+@pytest.fixture(scope="session")
+def load_on_backend(backend: str) -> ModelLoader:
+    """As `load_recorded`, on each backend: for comparisons that no flipped code can disturb."""
+
+    def load(model: str, dtype: str, index_key_rule: str = "corrected") -> LoadedModel:
+        return _load(model, dtype, backend, index_key_rule)
+
+    return load
+
+
 @cache
 def _exact(config: ModelConfig, index_key_rule: str, seed: int) -> LoadedModel:
     return exact_model(config, index_key_rule=index_key_rule, seed=seed)
