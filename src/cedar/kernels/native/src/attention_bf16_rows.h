@@ -5,8 +5,9 @@
 // by element: 16 natural elements x 2 entries = 64 bytes; they meet pairs of weights.
 //
 // Order within 32 elements of an entry row, in quads of 4: A0 B0 A1 B1 A2 B2 A3 B3, where A is the
-// first group of 16 and B the second. Interleaving the words of two such rows, per 128 bits, gives
-// A of both entries in natural order (low halves) and B (high halves).
+// first group of 16 and B the second, and quad j has the elements j, 4 + j, 8 + j, 12 + j of its group.
+// Interleaving the words of two such rows, per 128 bits, gives A of both entries (low halves) and B
+// (high halves); so the 16 columns of a pair row are those of a 4 x 4 matrix, transposed.
 #pragma once
 
 #include "attention_rows.h"
@@ -44,25 +45,24 @@ struct alignas(64) ProductTable {
 };
 constexpr ProductTable kProducts;
 
-struct alignas(64) MainOrder {
-  uint8_t offsets[64] = {};  // bit offset of each byte's lookup index within its 64 bits
-  uint8_t places[64] = {};   // index bits that do not come from the data
-  constexpr MainOrder() {
-    for (int quad = 0; quad < 8; ++quad) {
-      for (int i = 0; i < 8; ++i) {
-        const int nibble = 4 * (quad >> 1) + i / 2;
-        offsets[quad * 8 + i] = static_cast<uint8_t>((4 * nibble - 1) & 63);
-        places[quad * 8 + i] = static_cast<uint8_t>((i & 1) | ((quad & 1) << 5));
-      }
+struct alignas(64) EntryOrder {
+  uint16_t shifts[32] = {};   // of the packed word a value's code comes from
+  uint16_t groups[32] = {};   // index bits of the value's group
+  uint16_t natural[32] = {};  // element at each place
+  constexpr EntryOrder() {
+    for (int place = 0; place < 32; ++place) {
+      const int quad = place / 8, group = place / 4 % 2, word = place % 4;
+      shifts[place] = static_cast<uint16_t>(4 * quad);
+      groups[place] = static_cast<uint16_t>(16 * group);
+      natural[place] = static_cast<uint16_t>(16 * group + 4 * word + quad);
     }
   }
 };
-constexpr MainOrder kMainOrder;
+constexpr EntryOrder kEntryOrder;
 
-// 32 elements of a compressed row: a lookup among the products of its two scales. The index of
-// a byte is group, code, half: 6 bits.
-CEDAR_INLINE __m512i main_block(const uint8_t* row, const uint8_t* scales, int block, __m512i offsets,
-                                __m512i places) {
+// 32 elements of a compressed row: a lookup among the products of its two scales, by group and code.
+CEDAR_INLINE __m512i main_block(const uint8_t* row, const uint8_t* scales, int block, __m512i shifts,
+                                __m512i groups) {
   const __m512i packed = _mm512_broadcast_i32x4(
       _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + block * 16)));
   const __m256i first = _mm256_load_si256(
@@ -70,14 +70,21 @@ CEDAR_INLINE __m512i main_block(const uint8_t* row, const uint8_t* scales, int b
   const __m256i second = _mm256_load_si256(
       reinterpret_cast<const __m256i*>(kProducts.values[scales[2 * block + 1]]));
   const __m512i table = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-  const __m512i bits = _mm512_multishift_epi64_epi8(offsets, packed);
-  const __m512i index = _mm512_ternarylogic_epi32(bits, _mm512_set1_epi8(0x1e), places, 0xea);
-  return _mm512_permutexvar_epi8(index, table);
+  // (packed >> shifts) & 15 | groups
+  const __m512i index = _mm512_ternarylogic_epi32(_mm512_srlv_epi16(packed, shifts),
+                                                  _mm512_set1_epi16(15), groups, 0xea);
+  return _mm512_permutexvar_epi16(index, table);
 }
 
 // Natural order of 32 bfloat16 values to the order of entry rows.
 CEDAR_INLINE __m512i to_entry_order(__m512i natural) {
-  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), natural);
+  return _mm512_permutexvar_epi16(_mm512_load_si512(kEntryOrder.natural), natural);
+}
+
+// Columns of a pair row, as floats, to natural order.
+CEDAR_INLINE __m512 to_natural_columns(__m512 columns) {
+  return _mm512_permutexvar_ps(
+      _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), columns);
 }
 
 // One window row as an entry row.
@@ -133,16 +140,24 @@ inline void pair_rows(const uint16_t* first, const uint16_t* second, int dim, ui
 // Two compressed rows, each to an entry row, both to pair rows.
 inline void unpack_main_pair(const uint8_t* first, const uint8_t* second, int dim, uint16_t* entries,
                              uint16_t* pairs, int64_t stride) {
-  const __m512i offsets = _mm512_load_si512(kMainOrder.offsets);
-  const __m512i places = _mm512_load_si512(kMainOrder.places);
+  const __m512i shifts = _mm512_load_si512(kEntryOrder.shifts);
+  const __m512i groups = _mm512_load_si512(kEntryOrder.groups);
   const uint8_t *first_scales = first + dim / 2, *second_scales = second + dim / 2;
   for (int b = 0; b < dim / 32; ++b) {
-    const __m512i x = main_block(first, first_scales, b, offsets, places);
-    const __m512i y = main_block(second, second_scales, b, offsets, places);
+    const __m512i x = main_block(first, first_scales, b, shifts, groups);
+    const __m512i y = main_block(second, second_scales, b, shifts, groups);
     _mm512_store_si512(entries + b * 32, x);
     _mm512_store_si512(entries + dim + b * 32, y);
     store_pair(x, y, pairs + 2 * b * stride, stride);
   }
+}
+
+// Asks for a compressed row that is needed soon. Selected rows lie anywhere in the pool: without
+// this, every one of them is waited for.
+CEDAR_INLINE void prefetch_main_row(const uint8_t* row, int dim) {
+  const int bytes = dim / 2 + dim / kMainGroup;
+  for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at);
+  __builtin_prefetch(row + bytes - 1);
 }
 
 }  // namespace CEDAR_ISA

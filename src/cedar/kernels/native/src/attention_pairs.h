@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "attention_bf16_rows.h"
 #include "thread_pool.h"
@@ -19,6 +20,10 @@ namespace cedar {
 namespace CEDAR_ISA {
 
 constexpr int kBlock = 32;  // entries
+constexpr int kAhead = 8;   // rows to fetch ahead
+// Values from one column block of selected pair rows to the next: a line more than it holds, or all
+// blocks would fall into the same few sets of the cache.
+constexpr int64_t kColumn = (kBlock / 2 + 1) * kPairValues;
 
 enum PairSlot {
   kEntriesSlot = 1, kPairsSlot, kBlockSlot, kSelectedSlot, kQuerySlot, kLogitsSlot, kWeightsSlot,
@@ -26,6 +31,8 @@ enum PairSlot {
 };
 
 CEDAR_INLINE int64_t padded_entries(int64_t count) { return (count + kBlock - 1) / kBlock * kBlock; }
+
+#ifndef __AMX_BF16__
 
 // Sums of 16 vectors, one per lane.
 CEDAR_INLINE __m512 sum_each(const __m512* v) {
@@ -121,8 +128,8 @@ inline void vector_mix_heads(const uint16_t* weights, int64_t stride, const Pair
     for (int h = 0; h < kHeads; ++h) {
       const F32 factor = F32::set(factors[h]);
       uint16_t* to = out + h * dim + column * kPairColumns;
-      (F32{sums[h][0]} * factor).store_bf16(to);
-      (F32{sums[h][1]} * factor).store_bf16(to + kPairColumns);
+      (F32{to_natural_columns(sums[h][0])} * factor).store_bf16(to);
+      (F32{to_natural_columns(sums[h][1])} * factor).store_bf16(to + kPairColumns);
     }
   }
 }
@@ -139,6 +146,8 @@ inline void vector_mix_all(const uint16_t* weights, int64_t stride, const PairPa
   for (; h + 4 <= heads; h += 4) some(vector_mix_heads<4>);
   for (; h < heads; ++h) some(vector_mix_heads<1>);
 }
+
+#endif
 
 // 2^t to about 3e-7 relative, below 2^-149 gives 0.
 CEDAR_INLINE __m512 exp2(__m512 t) {
@@ -188,15 +197,21 @@ class PairAttention {
 
   void run(const WindowTile& tile) {
     unpack_window(tile);
-    block_ = scratch_array<uint16_t>(kBlockSlot, static_cast<size_t>(kBlock) * static_cast<size_t>(dim_));
-    rows_ = scratch_array<const uint8_t*>(kListSlot, static_cast<size_t>(call_.topk) + 1);
+    prepare_lists();
 #ifdef __AMX_BF16__
-    const TileScope scope(attention_tile_shapes(heads_));
+    const TileScope scope(attention_tile_shapes());
 #endif
     for (int n = tile.first; n < tile.first + tile.count; ++n) attend(tile, n);
   }
 
  private:
+  // The entries of one query: window, then selected, each padded to whole blocks.
+  struct Entries {
+    int64_t near, near_padded, far, far_padded;
+    int64_t first;  // row of the tile's window rows
+    int64_t stride() const { return near_padded + far_padded; }
+  };
+
   // Window rows of the tile, and kBlock rows of zeros behind them for blocks that reach over the end.
   void unpack_window(const WindowTile& tile) {
     const int64_t padded = tile.rows + kBlock;
@@ -218,126 +233,185 @@ class PairAttention {
     }
   }
 
+  // Memory for the lists of selected rows of a query and the next, and a row of zeros that fills
+  // them up to whole blocks.
+  void prepare_lists() {
+    const size_t row_bytes = static_cast<size_t>(dim_ / 2 + dim_ / kMainGroup);
+    const size_t pointers = static_cast<size_t>(padded_entries(call_.topk));
+    uint8_t* memory = static_cast<uint8_t*>(
+        scratch(kListSlot, 2 * pointers * sizeof(const uint8_t*) + row_bytes));
+    lists_[0].rows = reinterpret_cast<const uint8_t**>(memory);
+    lists_[1].rows = lists_[0].rows + pointers;
+    no_row_ = reinterpret_cast<const uint8_t*>(lists_[1].rows + pointers);
+    std::memset(const_cast<uint8_t*>(no_row_), 0, row_bytes);
+  }
+
+  struct List {
+    const uint8_t** rows = nullptr;
+    int64_t count = 0;
+    int query = -1;
+  };
+
+  const List& selected_list(int n) {
+    List& list = lists_[n & 1];
+    if (list.query != n) {
+      list.query = n;
+      list.count = selected_rows(call_, n, list.rows);
+      for (int64_t e = list.count; e < padded_entries(list.count); ++e) list.rows[e] = no_row_;
+    }
+    return list;
+  }
+
   void attend(const WindowTile& tile, int n) {
+    const List& list = selected_list(n);
     const int64_t lo = call_.window_lo[n];
     const int64_t near = std::max<int64_t>(0, call_.window_hi[n] - lo + 1);
-    const int far = selected_rows(call_, n, rows_);
-    const int64_t values = static_cast<int64_t>(heads_) * dim_;
-    uint16_t* out = static_cast<uint16_t*>(call_.out) + n * values;
-    uint16_t* out_selected =
-        call_.out_selected == nullptr ? nullptr : static_cast<uint16_t*>(call_.out_selected) + n * values;
-    if (near + far == 0) {
-      std::memset(out, 0, sizeof(uint16_t) * static_cast<size_t>(values));
-      if (out_selected != nullptr) std::memset(out_selected, 0, sizeof(uint16_t) * static_cast<size_t>(values));
+    const Entries entries{near, padded_entries(near), list.count, padded_entries(list.count),
+                          near > 0 ? lo - tile.lo : 0};
+    if (near + list.count == 0) {
+      for (void* out : {call_.out, call_.out_selected}) {
+        if (out != nullptr) std::memset(part_of(out, n), 0, 2 * static_cast<size_t>(values()));
+      }
       return;
     }
-    const int64_t near_padded = padded_entries(near), far_padded = padded_entries(far);
-    const int64_t stride = near_padded + far_padded;
-    float* z = scratch_array<float>(kLogitsSlot, static_cast<size_t>(padded_heads_ * stride));
-    uint16_t* weights =
-        scratch_array<uint16_t>(kWeightsSlot, static_cast<size_t>(padded_heads_ * stride));
-
-    const bool other = call_.q_selected != nullptr;
-    load_queries(static_cast<const uint16_t*>(call_.q) + n * values);
-    for (int64_t e = 0; e < near; e += kBlock) {
-      logits(entries_ + (lo - tile.lo + e) * dim_, z + e, stride);
-    }
-    if (other && far > 0) load_queries(static_cast<const uint16_t*>(call_.q_selected) + n * values);
-    uint16_t* selected = scratch_array<uint16_t>(
-        kSelectedSlot, static_cast<size_t>(far_padded) * static_cast<size_t>(dim_) + 1);
-    for (int e = 0; e < far; e += kBlock) {
-      unpack_selected(e, std::min(kBlock, far - e), selected + static_cast<int64_t>(e) * dim_);
-      logits(block_, z + near_padded + e, stride);
-    }
-
+    const size_t size = static_cast<size_t>(padded_heads_ * entries.stride());
+    float* z = scratch_array<float>(kLogitsSlot, size);
+    uint16_t* weights = scratch_array<uint16_t>(kWeightsSlot, size);
     float factors[kMostHeads];
-    for (int h = 0; h < heads_; ++h) {
-      float* row = z + h * stride;
-      for (int64_t e = near; e < near_padded; ++e) row[e] = -__builtin_inff();
-      for (int64_t e = near_padded + far; e < stride; ++e) row[e] = -__builtin_inff();
-      factors[h] = softmax_head(row, stride, call_.sink[h], weights + h * stride);
-    }
-    for (int64_t h = heads_; h < padded_heads_; ++h) {
-      std::memset(weights + h * stride, 0, sizeof(uint16_t) * static_cast<size_t>(stride));
-    }
 
-    const PairPart parts[2] = {
-        {pairs_ + (lo - tile.lo) * kPairValues, column_stride_, kBlock * kPairValues, 2 * kPairValues,
-         static_cast<int>(near_padded / kBlock)},
-        {selected, kBlock / 2 * kPairValues, kBlock * dim_, kPairValues,
-         static_cast<int>(far_padded / kBlock)}};
-    if (out_selected == nullptr) {
-      mix(weights, stride, parts, 2, factors, out);
-    } else {
-      mix(weights, stride, parts, 1, factors, out);
-      mix(weights + near_padded, stride, parts + 1, 1, factors, out_selected);
+    load_queries(part_of(call_.q, n));
+    for (int64_t e = 0; e < near; e += kBlock) {
+      window_logits(entries_ + (entries.first + e) * dim_, z + e, entries.stride());
     }
+    if (call_.q_selected != nullptr && list.count > 0) load_queries(part_of(call_.q_selected, n));
+    selected_logits(list, z + entries.near_padded, entries.stride());
+    softmax(entries, z, weights, factors);
+    const bool more = n + 1 < tile.first + tile.count;
+    mix(entries, weights, factors, n, more ? &selected_list(n + 1) : nullptr);
   }
 
-  // Up to kBlock selected rows: entry rows to block_, pair rows to `pairs`, zeros behind the last.
-  void unpack_selected(int from, int count, uint16_t* pairs) {
-    constexpr int64_t kColumn = kBlock / 2 * kPairValues;
-    int i = 0;
-    for (; i + 2 <= count; i += 2) {
-      unpack_main_pair(rows_[from + i], rows_[from + i + 1], dim_, block_ + i * dim_,
-                       pairs + i / 2 * kPairValues, kColumn);
+  void softmax(const Entries& entries, float* z, uint16_t* weights, float* factors) {
+    const int64_t stride = entries.stride();
+    for (int h = 0; h < heads_; ++h, z += stride, weights += stride) {
+      for (int64_t e = entries.near; e < entries.near_padded; ++e) z[e] = -__builtin_inff();
+      for (int64_t e = entries.near_padded + entries.far; e < stride; ++e) z[e] = -__builtin_inff();
+      factors[h] = softmax_head(z, stride, call_.sink[h], weights);
     }
-    if (i == kBlock) return;
-    std::memset(block_ + i * dim_, 0, sizeof(uint16_t) * static_cast<size_t>((kBlock - i) * dim_));
-    if (i < count) {
-      uint16_t* entry = block_ + i * dim_;
-      unpack_main_pair(rows_[from + i], rows_[from + i], dim_, entry, pairs + i / 2 * kPairValues,
-                       kColumn);
-      std::memset(entry + dim_, 0, sizeof(uint16_t) * static_cast<size_t>(dim_));
-    }
-    for (; i < kBlock; i += 2) {
-      pair_rows(block_ + i * dim_, block_ + (i + 1) * dim_, dim_, pairs + i / 2 * kPairValues, kColumn);
-    }
+    std::memset(weights, 0, sizeof(uint16_t) * static_cast<size_t>((padded_heads_ - heads_) * stride));
   }
+
+  int64_t values() const { return static_cast<int64_t>(heads_) * dim_; }
+  const uint16_t* part_of(const void* all, int n) const {
+    return static_cast<const uint16_t*>(all) + n * values();
+  }
+  uint16_t* part_of(void* all, int n) const { return static_cast<uint16_t*>(all) + n * values(); }
+
+#ifdef __AMX_BF16__
 
   void load_queries(const uint16_t* q) {
-    const size_t size = static_cast<size_t>(padded_heads_) * static_cast<size_t>(dim_);
-    queries_ = scratch_array<uint16_t>(kQuerySlot, size);
-#ifdef __AMX_BF16__
+    queries_ = scratch_array<uint16_t>(kQuerySlot, static_cast<size_t>(padded_heads_ * dim_));
     load_query_tiles(q, heads_, dim_, queries_);
-#else
-    for (int h = 0; h < heads_; ++h) {
-      for (int b = 0; b < dim_; b += 32) {
-        _mm512_store_si512(queries_ + h * dim_ + b,
-                           to_entry_order(_mm512_loadu_si512(q + h * dim_ + b)));
-      }
+  }
+
+  void window_logits(const uint16_t* rows, float* z, int64_t stride) {
+    entry_row_logits(queries_, rows, heads_, dim_, call_.scale, z, stride);
+  }
+
+  // Copies the selected rows and computes their logits, 16 rows at a time.
+  void selected_logits(const List& list, float* z, int64_t stride) {
+    const int64_t count = padded_entries(list.count);
+    const int scale_bytes = dim_ / kMainGroup;
+    const size_t value_bytes = SelectedRows::value_size(count, dim_);
+    uint8_t* memory = static_cast<uint8_t*>(
+        scratch(kSelectedSlot, value_bytes + static_cast<size_t>(count * scale_bytes) + 1));
+    selected_ = {memory, memory + value_bytes, count, dim_, scale_bytes};
+    uint16_t* tiles = scratch_array<uint16_t>(kBlockSlot, static_cast<size_t>(16 * dim_));
+    for (int64_t e = 0; e < count; e += 16) {
+      for (int64_t i = e + 16; i < std::min(e + 32, count); ++i) prefetch_main_row(list.rows[i], dim_);
+      for (int64_t i = e; i < e + 16; ++i) selected_.copy(list.rows[i], i);
+      unpack_entry_tiles(selected_, e, tiles);
+      entry_tile_logits(queries_, tiles, heads_, dim_, call_.scale, z + e, stride);
     }
-    std::memset(queries_ + heads_ * dim_, 0,
+  }
+
+  void mix(const Entries& entries, const uint16_t* weights, const float* factors, int n,
+           const List* upcoming) {
+    const WindowPairs window{pairs_ + entries.first * kPairValues, column_stride_,
+                             entries.near_padded / kBlock};
+    RowPrefetch prefetch;
+    if (upcoming != nullptr) prefetch = {upcoming->rows, upcoming->count, 0, dim_};
+    tile_mix({weights, entries.stride(), window, selected_, factors, heads_, dim_,
+              part_of(call_.out, n),
+              call_.out_selected != nullptr ? part_of(call_.out_selected, n) : nullptr},
+             prefetch);
+  }
+
+  SelectedRows selected_{};
+
+#else
+
+  void load_queries(const uint16_t* q) {
+    queries_ = scratch_array<uint16_t>(kQuerySlot, static_cast<size_t>(padded_heads_ * dim_));
+    for (int64_t i = 0; i < values(); i += 32) {
+      _mm512_store_si512(queries_ + i, to_entry_order(_mm512_loadu_si512(q + i)));
+    }
+    std::memset(queries_ + values(), 0,
                 sizeof(uint16_t) * static_cast<size_t>((padded_heads_ - heads_) * dim_));
-#endif
   }
 
-  void logits(const uint16_t* rows, float* z, int64_t stride) {
-#ifdef __AMX_BF16__
-    tile_logits(queries_, rows, heads_, dim_, call_.scale, z, stride);
-#else
+  void window_logits(const uint16_t* rows, float* z, int64_t stride) {
     vector_logits(queries_, rows, heads_, dim_, call_.scale, z, stride);
-#endif
   }
 
-  void mix(const uint16_t* weights, int64_t stride, const PairPart* parts, int count,
-           const float* factors, uint16_t* out) {
-#ifdef __AMX_BF16__
-    tile_mix(weights, stride, parts, count, factors, heads_, dim_, out);
-#else
-    vector_mix_all(weights, stride, parts, count, factors, heads_, dim_, out);
-#endif
+  void selected_logits(const List& list, float* z, int64_t stride) {
+    const int64_t count = padded_entries(list.count);
+    uint16_t* block = scratch_array<uint16_t>(kBlockSlot, static_cast<size_t>(kBlock * dim_));
+    selected_ = scratch_array<uint16_t>(
+        kSelectedSlot, static_cast<size_t>(count / kBlock * block_stride()) + 1);
+    for (int64_t e = 0; e < count; e += kBlock) {
+      uint16_t* pairs = selected_ + e / kBlock * block_stride();
+      for (int i = 0; i < kBlock; i += 2) {
+        for (int64_t next = e + i + kAhead; next < e + i + kAhead + 2; ++next) {
+          if (next < count) prefetch_main_row(list.rows[next], dim_);
+        }
+        unpack_main_pair(list.rows[e + i], list.rows[e + i + 1], dim_, block + i * dim_,
+                         pairs + i / 2 * kPairValues, kColumn);
+      }
+      vector_logits(queries_, block, heads_, dim_, call_.scale, z + e, stride);
+    }
   }
+
+  void mix(const Entries& entries, const uint16_t* weights, const float* factors, int n,
+           const List*) {
+    const PairPart parts[2] = {
+        {pairs_ + entries.first * kPairValues, column_stride_, kBlock * kPairValues, 2 * kPairValues,
+         static_cast<int>(entries.near_padded / kBlock)},
+        {selected_, kColumn, block_stride(), kPairValues,
+         static_cast<int>(entries.far_padded / kBlock)}};
+    const bool apart = call_.out_selected != nullptr;
+    vector_mix_all(weights, entries.stride(), parts, apart ? 1 : 2, factors, heads_, dim_,
+                   part_of(call_.out, n));
+    if (apart) {
+      vector_mix_all(weights + entries.near_padded, entries.stride(), parts + 1, 1, factors, heads_,
+                     dim_, part_of(call_.out_selected, n));
+    }
+  }
+
+  int64_t block_stride() const { return kColumn * (dim_ / kPairColumns); }
+
+  uint16_t* selected_ = nullptr;  // pair rows of the selected rows
+
+#endif
 
   const SparseAttentionCall& call_;
   const int dim_, heads_;
   const int64_t padded_heads_;
-  uint16_t* entries_ = nullptr;   // window entry rows
-  uint16_t* pairs_ = nullptr;     // window pair rows, [column block][row]
+  uint16_t* entries_ = nullptr;  // window entry rows
+  uint16_t* pairs_ = nullptr;    // window pair rows, [column block][row]
   int64_t column_stride_ = 0;
-  uint16_t* block_ = nullptr;     // entry rows of kBlock selected rows
   uint16_t* queries_ = nullptr;
-  const uint8_t** rows_ = nullptr;
+  List lists_[2];
+  const uint8_t* no_row_ = nullptr;
 };
 
 }  // namespace CEDAR_ISA

@@ -13,22 +13,13 @@
 namespace cedar {
 namespace CEDAR_ISA {
 
-struct PairPart;
-
 constexpr int kHeadBlock = 16;
 constexpr int kTileValues = 512;  // bfloat16 values of a full tile
 
 // Tiles 0..3: sums; 4, 5: left factors; 6, 7: right factors.
-inline TileShapes attention_tile_shapes(int) {
+inline TileShapes attention_tile_shapes() {
   TileShapes shapes;
   for (int t = 0; t < 8; ++t) shapes.set(t, 16, 64);
-  return shapes;
-}
-
-// The same with no more rows of weights and sums than there are heads: fewer rows take less time.
-inline TileShapes mix_tile_shapes(int heads) {
-  TileShapes shapes = attention_tile_shapes(heads);
-  for (int t = 0; t < 6; ++t) shapes.set(t, heads < kHeadBlock ? heads : kHeadBlock, 64);
   return shapes;
 }
 
@@ -89,7 +80,7 @@ CEDAR_INLINE void store_logits(const float* sums, const float* more, int heads, 
 }
 
 // Logits of 32 entry rows, all heads: z[h * stride + e], scaled.
-inline void tile_logits(const uint16_t* q, const uint16_t* rows, int heads, int dim, float scale,
+inline void entry_row_logits(const uint16_t* q, const uint16_t* rows, int heads, int dim, float scale,
                         float* z, int64_t stride) {
   alignas(64) float sums[4][256];
   const int steps = dim / 32, row_bytes = 2 * dim;
@@ -162,117 +153,269 @@ inline void tile_logits(const uint16_t* q, const uint16_t* rows, int heads, int 
   store_logits(sums[1], halves ? sums[3] : nullptr, heads - h, scale, z + h * stride + 16, stride);
 }
 
+// Selected rows of one query, copied as they are stored. Every pass over the columns reads a slice of
+// 128 elements of all rows, so a slice of a row is one line, and slices follow each other.
+//
+// Unpacked values never leave the first cache: writing them out and reading them back costs more
+// than unpacking again, once for the logits and once per two blocks of heads for the mixing.
+struct SelectedRows {
+  static constexpr int kSliceBytes = 64;  // 128 elements
+
+  uint8_t* values;  // [slices][count][kSliceBytes]
+  uint8_t* scales;  // [count][scale_bytes]
+  int64_t count;    // a multiple of kBlock
+  int dim, scale_bytes;
+
+  static size_t value_size(int64_t count, int dim) {
+    return static_cast<size_t>((dim + 127) / 128 * count * kSliceBytes);
+  }
+
+  void copy(const uint8_t* row, int64_t to) {
+    const int value_bytes = dim / 2;
+    for (int at = 0, slice = 0; at < value_bytes; at += kSliceBytes, ++slice) {
+      const int left = value_bytes - at;
+      const __mmask64 in = left >= kSliceBytes ? ~0ull : (1ull << left) - 1;
+      _mm512_store_si512(values + (slice * count + to) * kSliceBytes,
+                         _mm512_maskz_loadu_epi8(in, row + at));
+    }
+    std::memcpy(scales + to * scale_bytes, row + value_bytes, static_cast<size_t>(scale_bytes));
+  }
+
+  // Block b (32 elements) of rows from `first` on: where its packed values and scales are.
+  CEDAR_INLINE const uint8_t* packed(int64_t first, int b) const {
+    return values + ((b >> 2) * count + first) * kSliceBytes + (b & 3) * 16;
+  }
+};
+
+// Asks for the rows of the next query while the matrix unit works on this one.
+struct RowPrefetch {
+  const uint8_t* const* rows = nullptr;
+  int64_t count = 0, next = 0;
+  int dim = 0;
+
+  CEDAR_INLINE void some(int64_t rows_now) {
+    for (; rows_now > 0 && next < count; --rows_now, ++next) prefetch_main_row(rows[next], dim);
+  }
+};
+
+struct EntryConstants {
+  __m512i shifts, groups;
+  EntryConstants()
+      : shifts(_mm512_load_si512(kEntryOrder.shifts)), groups(_mm512_load_si512(kEntryOrder.groups)) {}
+};
+
+// 16 selected rows from `first` on as entry-row tiles, [block][16 rows][32 values].
+inline void unpack_entry_tiles(const SelectedRows& rows, int64_t first, uint16_t* tiles) {
+  const EntryConstants constants;
+  for (int b = 0; b < rows.dim / 32; ++b) {
+    const uint8_t* packed = rows.packed(first, b);
+    const uint8_t* scales = rows.scales + first * rows.scale_bytes + 2 * b;
+    for (int i = 0; i < 16; ++i, tiles += 32) {
+      _mm512_store_si512(tiles, main_block(packed, scales, 0, constants.shifts, constants.groups));
+      packed += SelectedRows::kSliceBytes;
+      scales += rows.scale_bytes;
+    }
+  }
+}
+
+// Block b of 32 selected rows from `first` on as two pair-row tiles: 16 pairs, two column blocks.
+CEDAR_INLINE void unpack_pair_tiles(const SelectedRows& rows, int64_t first, int b,
+                                    const EntryConstants& constants, uint16_t* tiles) {
+  const uint8_t* packed = rows.packed(first, b);
+  const uint8_t* scales = rows.scales + first * rows.scale_bytes + 2 * b;
+  for (int i = 0; i < 16; ++i) {
+    const __m512i x = main_block(packed, scales, 0, constants.shifts, constants.groups);
+    const __m512i y = main_block(packed + SelectedRows::kSliceBytes, scales + rows.scale_bytes, 0,
+                                 constants.shifts, constants.groups);
+    store_pair(x, y, tiles + i * kPairValues, kTileValues);
+    packed += 2 * SelectedRows::kSliceBytes;
+    scales += 2 * rows.scale_bytes;
+  }
+}
+
+// Logits of 16 entries given as tiles, all heads: z[h * stride + e], scaled.
+inline void entry_tile_logits(const uint16_t* q, const uint16_t* tiles, int heads, int dim, float scale,
+                              float* z, int64_t stride) {
+  alignas(64) float sums[2][256];
+  const int steps = dim / 32;
+  compiler_fence(tiles);
+  for (int h = 0; h < heads; h += 2 * kHeadBlock) {
+    const uint16_t* right = q + static_cast<int64_t>(h) * dim;
+    const bool two = h + kHeadBlock < heads;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (two) {
+      const uint16_t* next = right + kHeadBlock * dim;
+      for (int k = 0; k < steps; ++k) {
+        _tile_loadd(4, tiles + k * kTileValues, 64);
+        _tile_loadd(6, right + k * kTileValues, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, next + k * kTileValues, 64);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      _tile_stored(1, sums[1], 64);
+    } else {
+      for (int k = 0; k < steps; ++k) {
+        _tile_loadd(4, tiles + k * kTileValues, 64);
+        _tile_loadd(6, right + k * kTileValues, 64);
+        _tile_dpbf16ps(0, 4, 6);
+      }
+    }
+    _tile_stored(0, sums[0], 64);
+    store_logits(sums[0], nullptr, heads - h, scale, z + h * stride, stride);
+    if (two) {
+      store_logits(sums[1], nullptr, heads - h - kHeadBlock, scale, z + (h + kHeadBlock) * stride,
+                   stride);
+    }
+  }
+}
+
 // 16 columns of finished sums, `heads` rows, to the output.
 CEDAR_INLINE void store_mix(const float* sums, const float* factors, int heads, int dim, uint16_t* out) {
   for (int h = 0; h < heads; ++h) {
-    const __m512 x = _mm512_mul_ps(_mm512_load_ps(sums + h * 16), _mm512_set1_ps(factors[h]));
+    const __m512 x = _mm512_mul_ps(to_natural_columns(_mm512_load_ps(sums + h * 16)),
+                                   _mm512_set1_ps(factors[h]));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + static_cast<int64_t>(h) * dim),
                         reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
   }
 }
 
-// One block of heads and kColumns (2 or 4) column blocks.
-template <int kColumns, class Part>
-CEDAR_INLINE void tile_mix_columns(const uint16_t* weights, int64_t stride, const Part* parts,
-                                   int part_count, int column) {
-  _tile_zero(0);
-  _tile_zero(1);
+// Multiplies one block of weights with tiles of values at x: kHeadBlocks x kColumns sums.
+template <int kHeadBlocks, int kColumns>
+CEDAR_INLINE void multiply_weights(const uint16_t* weights, int64_t stride, const uint16_t* x,
+                                   int64_t column_stride, int64_t row_bytes) {
+  _tile_loadd(4, weights, 2 * stride);
+  if (kHeadBlocks == 2) _tile_loadd(5, weights + kHeadBlock * stride, 2 * stride);
+  _tile_loadd(6, x, row_bytes);
+  _tile_dpbf16ps(0, 4, 6);
+  if (kHeadBlocks == 2) _tile_dpbf16ps(2, 5, 6);
+  _tile_loadd(7, x + column_stride, row_bytes);
+  _tile_dpbf16ps(1, 4, 7);
+  if (kHeadBlocks == 2) _tile_dpbf16ps(3, 5, 7);
   if (kColumns == 4) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int p = 0; p < part_count; ++p) {
-    const Part& part = parts[p];
-    const uint16_t* x = part.base + column * part.column_stride;
-    const int64_t row_bytes = 2 * part.row_stride, next = part.column_stride;
-    for (int block = 0; block < part.blocks; ++block) {
-      _tile_loadd(4, weights, 2 * stride);
-      _tile_loadd(6, x, row_bytes);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, x + next, row_bytes);
-      _tile_dpbf16ps(1, 4, 7);
-      if (kColumns == 4) {
-        _tile_loadd(6, x + 2 * next, row_bytes);
-        _tile_dpbf16ps(2, 4, 6);
-        _tile_loadd(7, x + 3 * next, row_bytes);
-        _tile_dpbf16ps(3, 4, 7);
-      }
-      weights += 32;
-      x += part.block_stride;
-    }
+    _tile_loadd(6, x + 2 * column_stride, row_bytes);
+    _tile_dpbf16ps(2, 4, 6);
+    _tile_loadd(7, x + 3 * column_stride, row_bytes);
+    _tile_dpbf16ps(3, 4, 7);
   }
 }
 
-// Two blocks of heads and two column blocks: every tile loaded is used twice.
-template <class Part>
-CEDAR_INLINE void tile_mix_square(const uint16_t* weights, int64_t stride, const Part* parts,
-                                  int part_count, int column) {
-  const uint16_t* below = weights + kHeadBlock * stride;
+// Window entries in pair rows: column block c at base + c * column_stride, two pair rows further from
+// one pair of entries to the next.
+struct WindowPairs {
+  const uint16_t* base;
+  int64_t column_stride;
+  int64_t blocks;  // of 32 entries
+};
+
+CEDAR_INLINE void zero_sums() {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int p = 0; p < part_count; ++p) {
-    const Part& part = parts[p];
-    const uint16_t* x = part.base + column * part.column_stride;
-    const int64_t row_bytes = 2 * part.row_stride;
-    for (int block = 0; block < part.blocks; ++block) {
-      _tile_loadd(4, weights, 2 * stride);
-      _tile_loadd(6, x, row_bytes);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, x + part.column_stride, row_bytes);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, below, 2 * stride);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-      weights += 32;
-      below += 32;
-      x += part.block_stride;
+}
+
+template <int kHeadBlocks, int kColumns>
+CEDAR_INLINE void mix_window(const uint16_t* weights, int64_t stride, const WindowPairs& window,
+                             int column) {
+  const uint16_t* x = window.base + column * window.column_stride;
+  compiler_fence(x);
+  for (int64_t block = 0; block < window.blocks; ++block) {
+    multiply_weights<kHeadBlocks, kColumns>(weights, stride, x, window.column_stride,
+                                            4 * kPairValues);
+    weights += 32;
+    x += 32 * kPairValues;
+  }
+}
+
+template <int kHeadBlocks, int kColumns>
+CEDAR_INLINE void mix_selected(const uint16_t* weights, int64_t stride, const SelectedRows& rows,
+                               int column, RowPrefetch& upcoming, int64_t rows_now) {
+  alignas(64) uint16_t tiles[kColumns * kTileValues];
+  const EntryConstants constants;
+  for (int64_t first = 0; first < rows.count; first += 32) {
+    upcoming.some(rows_now);
+    unpack_pair_tiles(rows, first, column / 2, constants, tiles);
+    if (kColumns == 4) {
+      unpack_pair_tiles(rows, first, column / 2 + 1, constants, tiles + 2 * kTileValues);
+    }
+    compiler_fence(tiles);
+    multiply_weights<kHeadBlocks, kColumns>(weights + first, stride, tiles, kTileValues, 64);
+  }
+}
+
+// 16 columns of finished sums of `heads` heads, from tile `index`, times their factors.
+CEDAR_INLINE void finish_sums(int index, const float* factors, int heads, int dim, uint16_t* out) {
+  alignas(64) float sums[256];
+  switch (index) {
+    case 0: _tile_stored(0, sums, 64); break;
+    case 1: _tile_stored(1, sums, 64); break;
+    case 2: _tile_stored(2, sums, 64); break;
+    default: _tile_stored(3, sums, 64); break;
+  }
+  store_mix(sums, factors, heads, dim, out);
+}
+
+template <int kHeadBlocks, int kColumns>
+CEDAR_INLINE void finish_columns(const float* factors, int heads, int dim, uint16_t* out) {
+  for (int i = 0; i < kColumns; ++i) {
+    finish_sums(i, factors, std::min(heads, kHeadBlock), dim, out + i * kPairColumns);
+  }
+  if (kHeadBlocks == 2) {
+    uint16_t* below = out + static_cast<int64_t>(kHeadBlock) * dim;
+    for (int i = 0; i < kColumns; ++i) {
+      finish_sums(2 + i, factors + kHeadBlock, heads - kHeadBlock, dim, below + i * kPairColumns);
     }
   }
 }
 
-// out[h][:] = factor_h * sum over the parts' entries of weight * value, all heads. Rows of weights behind
-// the last head, up to a whole block of heads, are zeros.
-template <class Part>
-inline void tile_mix(const uint16_t* weights, int64_t stride, const Part* parts, int part_count,
-                     const float* factors, int heads, int dim, uint16_t* out) {
-  alignas(64) float sums[4][256];
-  const int columns = dim / kPairColumns;
-  compiler_fence(weights);
-  int h = 0;
-  for (; h + kHeadBlock < heads; h += 2 * kHeadBlock) {
-    const int rest = std::min(heads - h - kHeadBlock, kHeadBlock);
-    for (int c = 0; c < columns; c += 2) {
-      tile_mix_square(weights + h * stride, stride, parts, part_count, c);
-      _tile_stored(0, sums[0], 64);
-      _tile_stored(1, sums[1], 64);
-      _tile_stored(2, sums[2], 64);
-      _tile_stored(3, sums[3], 64);
-      uint16_t* to = out + static_cast<int64_t>(h) * dim + c * kPairColumns;
-      store_mix(sums[0], factors + h, kHeadBlock, dim, to);
-      store_mix(sums[1], factors + h, kHeadBlock, dim, to + kPairColumns);
-      to += kHeadBlock * dim;
-      store_mix(sums[2], factors + h + kHeadBlock, rest, dim, to);
-      store_mix(sums[3], factors + h + kHeadBlock, rest, dim, to + kPairColumns);
-    }
+// What the mixing of one query needs.
+struct TileMix {
+  const uint16_t* weights;  // [heads, padded to whole blocks][stride]; window entries, then selected
+  int64_t stride;
+  WindowPairs window;
+  SelectedRows selected;
+  const float* factors;  // [heads]
+  int heads, dim;
+  uint16_t* out;           // everything, or the window part
+  uint16_t* out_selected;  // the selected part, or null
+};
+
+// Up to kHeadBlocks blocks of heads from head h on, column blocks from `column` on.
+template <int kHeadBlocks, int kColumns>
+CEDAR_INLINE void mix_columns(const TileMix& mix, int h, int column, RowPrefetch& upcoming,
+                              int64_t rows_now) {
+  const uint16_t* weights = mix.weights + h * mix.stride;
+  const int heads = mix.heads - h;
+  const int64_t at = static_cast<int64_t>(h) * mix.dim + column * kPairColumns;
+  zero_sums();
+  mix_window<kHeadBlocks, kColumns>(weights, mix.stride, mix.window, column);
+  if (mix.out_selected != nullptr) {
+    finish_columns<kHeadBlocks, kColumns>(mix.factors + h, heads, mix.dim, mix.out + at);
+    zero_sums();
   }
-  if (h >= heads) return;
-  const int rest = heads - h;
-  for (int c = 0; c < columns;) {
-    const int together = c + 4 <= columns ? 4 : 2;
-    if (together == 4) {
-      tile_mix_columns<4>(weights + h * stride, stride, parts, part_count, c);
-      _tile_stored(2, sums[2], 64);
-      _tile_stored(3, sums[3], 64);
-    } else {
-      tile_mix_columns<2>(weights + h * stride, stride, parts, part_count, c);
+  mix_selected<kHeadBlocks, kColumns>(weights + mix.window.blocks * 32, mix.stride, mix.selected,
+                                      column, upcoming, rows_now);
+  uint16_t* out = mix.out_selected != nullptr ? mix.out_selected : mix.out;
+  finish_columns<kHeadBlocks, kColumns>(mix.factors + h, heads, mix.dim, out + at);
+}
+
+// out[h][:] = factor_h * sum over entries of weight * value, all heads.
+inline void tile_mix(const TileMix& mix, RowPrefetch& upcoming) {
+  const int columns = mix.dim / kPairColumns;
+  // Blocks of 32 selected rows in the whole of the mixing, to spread the prefetches.
+  const int64_t passes = static_cast<int64_t>((mix.heads + 31) / 32) *
+                         (mix.heads > kHeadBlock ? columns / 2 : (columns + 3) / 4);
+  const int64_t blocks = std::max<int64_t>(1, passes * (mix.selected.count / 32));
+  const int64_t rows_now = (upcoming.count + blocks - 1) / blocks;
+  for (int h = 0; h < mix.heads; h += 2 * kHeadBlock) {
+    if (h + kHeadBlock < mix.heads) {
+      for (int c = 0; c < columns; c += 2) mix_columns<2, 2>(mix, h, c, upcoming, rows_now);
+      continue;
     }
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    for (int i = 0; i < together; ++i, ++c) {
-      store_mix(sums[i], factors + h, rest, dim, out + static_cast<int64_t>(h) * dim + c * kPairColumns);
-    }
+    int c = 0;
+    for (; c + 4 <= columns; c += 4) mix_columns<1, 4>(mix, h, c, upcoming, rows_now);
+    if (c < columns) mix_columns<1, 2>(mix, h, c, upcoming, rows_now);
   }
 }
 
