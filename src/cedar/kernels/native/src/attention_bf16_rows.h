@@ -15,8 +15,20 @@
 namespace cedar {
 namespace CEDAR_ISA {
 
+constexpr int kBlock = 32;        // entries that are padded to and multiplied together
 constexpr int kPairColumns = 16;  // elements of a pair row
 constexpr int kPairValues = 32;   // bfloat16 values of a pair row
+// Values from one column block of selected pair rows to the next: a line more than it holds, or all
+// blocks would fall into the same few sets of the cache.
+constexpr int64_t kColumn = (kBlock / 2 + 1) * kPairValues;
+
+// Pair rows of one part of a query's entries: those of column block c, blocks of 16, are at
+// base + c * column_stride + block * block_stride; row_stride values from one to the next.
+struct PairPart {
+  const uint16_t* base;
+  int64_t column_stride, block_stride, row_stride;
+  int64_t blocks;  // of kBlock entries
+};
 
 // bfloat16 of value * 2^exponent, for 0 <= value < 256.
 constexpr uint16_t small_bf16(int value, int exponent, bool negative) {

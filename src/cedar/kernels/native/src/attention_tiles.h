@@ -153,121 +153,92 @@ inline void entry_row_logits(const uint16_t* q, const uint16_t* rows, int heads,
   store_logits(sums[1], halves ? sums[3] : nullptr, heads - h, scale, z + h * stride + 16, stride);
 }
 
-// Selected rows of one query, copied as they are stored. Every pass over the columns reads a slice of
-// 128 elements of all rows, so a slice of a row is one line, and slices follow each other.
-//
-// Unpacked values never leave the first cache: writing them out and reading them back costs more
-// than unpacking again, once for the logits and once per two blocks of heads for the mixing.
-struct SelectedRows {
-  static constexpr int kSliceBytes = 64;  // 128 elements
+// Logits of 16 entries, waiting to be turned around.
+struct alignas(64) PendingLogits {
+  float sums[4][256];  // per block of heads
 
-  uint8_t* values;  // [slices][count][kSliceBytes]
-  uint8_t* scales;  // [count][scale_bytes]
-  int64_t count;    // a multiple of kBlock
-  int dim, scale_bytes;
-
-  static size_t value_size(int64_t count, int dim) {
-    return static_cast<size_t>((dim + 127) / 128 * count * kSliceBytes);
-  }
-
-  void copy(const uint8_t* row, int64_t to) {
-    const int value_bytes = dim / 2;
-    for (int at = 0, slice = 0; at < value_bytes; at += kSliceBytes, ++slice) {
-      const int left = value_bytes - at;
-      const __mmask64 in = left >= kSliceBytes ? ~0ull : (1ull << left) - 1;
-      _mm512_store_si512(values + (slice * count + to) * kSliceBytes,
-                         _mm512_maskz_loadu_epi8(in, row + at));
-    }
-    std::memcpy(scales + to * scale_bytes, row + value_bytes, static_cast<size_t>(scale_bytes));
-  }
-
-  // Block b (32 elements) of rows from `first` on: where its packed values and scales are.
-  CEDAR_INLINE const uint8_t* packed(int64_t first, int b) const {
-    return values + ((b >> 2) * count + first) * kSliceBytes + (b & 3) * 16;
-  }
-};
-
-// Asks for the rows of the next query while the matrix unit works on this one.
-struct RowPrefetch {
-  const uint8_t* const* rows = nullptr;
-  int64_t count = 0, next = 0;
-  int dim = 0;
-
-  CEDAR_INLINE void some(int64_t rows_now) {
-    for (; rows_now > 0 && next < count; --rows_now, ++next) prefetch_main_row(rows[next], dim);
-  }
-};
-
-struct EntryConstants {
-  __m512i shifts, groups;
-  EntryConstants()
-      : shifts(_mm512_load_si512(kEntryOrder.shifts)), groups(_mm512_load_si512(kEntryOrder.groups)) {}
-};
-
-// 16 selected rows from `first` on as entry-row tiles, [block][16 rows][32 values].
-inline void unpack_entry_tiles(const SelectedRows& rows, int64_t first, uint16_t* tiles) {
-  const EntryConstants constants;
-  for (int b = 0; b < rows.dim / 32; ++b) {
-    const uint8_t* packed = rows.packed(first, b);
-    const uint8_t* scales = rows.scales + first * rows.scale_bytes + 2 * b;
-    for (int i = 0; i < 16; ++i, tiles += 32) {
-      _mm512_store_si512(tiles, main_block(packed, scales, 0, constants.shifts, constants.groups));
-      packed += SelectedRows::kSliceBytes;
-      scales += rows.scale_bytes;
+  void store(int heads, float scale, float* z, int64_t stride) const {
+    for (int h = 0; h < heads; h += kHeadBlock) {
+      store_logits(sums[h / kHeadBlock], nullptr, heads - h, scale, z + h * stride, stride);
     }
   }
-}
+};
 
-// Block b of 32 selected rows from `first` on as two pair-row tiles: 16 pairs, two column blocks.
-CEDAR_INLINE void unpack_pair_tiles(const SelectedRows& rows, int64_t first, int b,
-                                    const EntryConstants& constants, uint16_t* tiles) {
-  const uint8_t* packed = rows.packed(first, b);
-  const uint8_t* scales = rows.scales + first * rows.scale_bytes + 2 * b;
-  for (int i = 0; i < 16; ++i) {
-    const __m512i x = main_block(packed, scales, 0, constants.shifts, constants.groups);
-    const __m512i y = main_block(packed + SelectedRows::kSliceBytes, scales + rows.scale_bytes, 0,
-                                 constants.shifts, constants.groups);
-    store_pair(x, y, tiles + i * kPairValues, kTileValues);
-    packed += 2 * SelectedRows::kSliceBytes;
-    scales += 2 * rows.scale_bytes;
-  }
-}
-
-// Logits of 16 entries given as tiles, all heads: z[h * stride + e], scaled.
-inline void entry_tile_logits(const uint16_t* q, const uint16_t* tiles, int heads, int dim, float scale,
-                              float* z, int64_t stride) {
-  alignas(64) float sums[2][256];
+// Unpacks 16 compressed rows to pair rows, 8 per column block, and multiplies them with kBlocks blocks
+// of heads on the way: entry rows only ever exist as two small tiles.
+template <int kBlocks>
+inline void unpack_and_multiply(const uint16_t* q, const uint8_t* const* rows, int dim, uint16_t* pairs,
+                                int64_t column_stride, PendingLogits& out) {
+  alignas(64) uint16_t tiles[2][kTileValues];
   const int steps = dim / 32;
-  compiler_fence(tiles);
-  for (int h = 0; h < heads; h += 2 * kHeadBlock) {
-    const uint16_t* right = q + static_cast<int64_t>(h) * dim;
-    const bool two = h + kHeadBlock < heads;
-    _tile_zero(0);
-    _tile_zero(1);
-    if (two) {
-      const uint16_t* next = right + kHeadBlock * dim;
-      for (int k = 0; k < steps; ++k) {
-        _tile_loadd(4, tiles + k * kTileValues, 64);
-        _tile_loadd(6, right + k * kTileValues, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, next + k * kTileValues, 64);
-        _tile_dpbf16ps(1, 4, 7);
-      }
-      _tile_stored(1, sums[1], 64);
-    } else {
-      for (int k = 0; k < steps; ++k) {
-        _tile_loadd(4, tiles + k * kTileValues, 64);
-        _tile_loadd(6, right + k * kTileValues, 64);
-        _tile_dpbf16ps(0, 4, 6);
+  const __m512i shifts = _mm512_load_si512(kEntryOrder.shifts);
+  const __m512i groups = _mm512_load_si512(kEntryOrder.groups);
+  const int64_t block_values = static_cast<int64_t>(kHeadBlock) * dim;
+  _tile_zero(0);
+  if (kBlocks > 1) _tile_zero(1);
+  if (kBlocks > 2) _tile_zero(2);
+  if (kBlocks > 3) _tile_zero(3);
+  // A tile is multiplied a step after it was stored: a tile load waits until the stores are through.
+  for (int b = 0; b <= steps; ++b) {
+    if (b < steps) {
+      uint16_t* tile = tiles[b & 1];
+      uint16_t* to = pairs + 2 * b * column_stride;
+      for (int i = 0; i < 16; i += 2) {
+        const __m512i x = main_block(rows[i], rows[i] + dim / 2, b, shifts, groups);
+        const __m512i y = main_block(rows[i + 1], rows[i + 1] + dim / 2, b, shifts, groups);
+        _mm512_store_si512(tile + i * 32, x);
+        _mm512_store_si512(tile + i * 32 + 32, y);
+        store_pair(x, y, to + i / 2 * kPairValues, column_stride);
       }
     }
-    _tile_stored(0, sums[0], 64);
-    store_logits(sums[0], nullptr, heads - h, scale, z + h * stride, stride);
-    if (two) {
-      store_logits(sums[1], nullptr, heads - h - kHeadBlock, scale, z + (h + kHeadBlock) * stride,
-                   stride);
+    if (b == 0) continue;
+    const uint16_t* tile = tiles[(b - 1) & 1];
+    const uint16_t* right = q + static_cast<int64_t>(b - 1) * kTileValues;
+    compiler_fence(tile);
+    _tile_loadd(4, tile, 64);
+    _tile_loadd(6, right, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    if (kBlocks > 1) {
+      _tile_loadd(7, right + block_values, 64);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (kBlocks > 2) {
+      _tile_loadd(6, right + 2 * block_values, 64);
+      _tile_dpbf16ps(2, 4, 6);
+    }
+    if (kBlocks > 3) {
+      _tile_loadd(7, right + 3 * block_values, 64);
+      _tile_dpbf16ps(3, 4, 7);
     }
   }
+  _tile_stored(0, out.sums[0], 64);
+  if (kBlocks > 1) _tile_stored(1, out.sums[1], 64);
+  if (kBlocks > 2) _tile_stored(2, out.sums[2], 64);
+  if (kBlocks > 3) _tile_stored(3, out.sums[3], 64);
+}
+
+// Heads that go through at once.
+constexpr int kTileHeads = 4 * kHeadBlock;
+
+// `count` selected rows, a multiple of 32: logits to z[h * stride + e], pair rows to `pairs`, where column
+// block c of 32 entries is at c * column_stride and the next 32 are block_stride further.
+inline void selected_tile_logits(const uint16_t* q, const uint8_t* const* rows, int64_t count, int heads,
+                                 int dim, float scale, uint16_t* pairs, int64_t column_stride,
+                                 int64_t block_stride, float* z, int64_t stride) {
+  PendingLogits pending[2];
+  for (int64_t e = 0; e < count; e += 16) {
+    uint16_t* to = pairs + e / 32 * block_stride + (e & 16) / 2 * kPairValues;
+    PendingLogits& mine = pending[(e >> 4) & 1];
+    switch ((heads + kHeadBlock - 1) / kHeadBlock) {
+      case 1: unpack_and_multiply<1>(q, rows + e, dim, to, column_stride, mine); break;
+      case 2: unpack_and_multiply<2>(q, rows + e, dim, to, column_stride, mine); break;
+      case 3: unpack_and_multiply<3>(q, rows + e, dim, to, column_stride, mine); break;
+      default: unpack_and_multiply<4>(q, rows + e, dim, to, column_stride, mine); break;
+    }
+    // These results are still on their way; meanwhile, the ones before them.
+    if (e > 0) pending[((e >> 4) - 1) & 1].store(heads, scale, z + e - 16, stride);
+  }
+  if (count > 0) pending[((count >> 4) - 1) & 1].store(heads, scale, z + count - 16, stride);
 }
 
 // 16 columns of finished sums, `heads` rows, to the output.
@@ -300,14 +271,6 @@ CEDAR_INLINE void multiply_weights(const uint16_t* weights, int64_t stride, cons
   }
 }
 
-// Window entries in pair rows: column block c at base + c * column_stride, two pair rows further from
-// one pair of entries to the next.
-struct WindowPairs {
-  const uint16_t* base;
-  int64_t column_stride;
-  int64_t blocks;  // of 32 entries
-};
-
 CEDAR_INLINE void zero_sums() {
   _tile_zero(0);
   _tile_zero(1);
@@ -316,31 +279,14 @@ CEDAR_INLINE void zero_sums() {
 }
 
 template <int kHeadBlocks, int kColumns>
-CEDAR_INLINE void mix_window(const uint16_t* weights, int64_t stride, const WindowPairs& window,
-                             int column) {
-  const uint16_t* x = window.base + column * window.column_stride;
+CEDAR_INLINE void mix_part(const uint16_t* weights, int64_t stride, const PairPart& part, int column) {
+  const uint16_t* x = part.base + column * part.column_stride;
   compiler_fence(x);
-  for (int64_t block = 0; block < window.blocks; ++block) {
-    multiply_weights<kHeadBlocks, kColumns>(weights, stride, x, window.column_stride,
-                                            4 * kPairValues);
+  for (int64_t block = 0; block < part.blocks; ++block) {
+    multiply_weights<kHeadBlocks, kColumns>(weights, stride, x, part.column_stride,
+                                            2 * part.row_stride);
     weights += 32;
-    x += 32 * kPairValues;
-  }
-}
-
-template <int kHeadBlocks, int kColumns>
-CEDAR_INLINE void mix_selected(const uint16_t* weights, int64_t stride, const SelectedRows& rows,
-                               int column, RowPrefetch& upcoming, int64_t rows_now) {
-  alignas(64) uint16_t tiles[kColumns * kTileValues];
-  const EntryConstants constants;
-  for (int64_t first = 0; first < rows.count; first += 32) {
-    upcoming.some(rows_now);
-    unpack_pair_tiles(rows, first, column / 2, constants, tiles);
-    if (kColumns == 4) {
-      unpack_pair_tiles(rows, first, column / 2 + 1, constants, tiles + 2 * kTileValues);
-    }
-    compiler_fence(tiles);
-    multiply_weights<kHeadBlocks, kColumns>(weights + first, stride, tiles, kTileValues, 64);
+    x += part.block_stride;
   }
 }
 
@@ -373,8 +319,7 @@ CEDAR_INLINE void finish_columns(const float* factors, int heads, int dim, uint1
 struct TileMix {
   const uint16_t* weights;  // [heads, padded to whole blocks][stride]; window entries, then selected
   int64_t stride;
-  WindowPairs window;
-  SelectedRows selected;
+  PairPart window, selected;
   const float* factors;  // [heads]
   int heads, dim;
   uint16_t* out;           // everything, or the window part
@@ -383,39 +328,32 @@ struct TileMix {
 
 // Up to kHeadBlocks blocks of heads from head h on, column blocks from `column` on.
 template <int kHeadBlocks, int kColumns>
-CEDAR_INLINE void mix_columns(const TileMix& mix, int h, int column, RowPrefetch& upcoming,
-                              int64_t rows_now) {
+CEDAR_INLINE void mix_columns(const TileMix& mix, int h, int column) {
   const uint16_t* weights = mix.weights + h * mix.stride;
   const int heads = mix.heads - h;
   const int64_t at = static_cast<int64_t>(h) * mix.dim + column * kPairColumns;
   zero_sums();
-  mix_window<kHeadBlocks, kColumns>(weights, mix.stride, mix.window, column);
+  mix_part<kHeadBlocks, kColumns>(weights, mix.stride, mix.window, column);
   if (mix.out_selected != nullptr) {
     finish_columns<kHeadBlocks, kColumns>(mix.factors + h, heads, mix.dim, mix.out + at);
     zero_sums();
   }
-  mix_selected<kHeadBlocks, kColumns>(weights + mix.window.blocks * 32, mix.stride, mix.selected,
-                                      column, upcoming, rows_now);
+  mix_part<kHeadBlocks, kColumns>(weights + mix.window.blocks * 32, mix.stride, mix.selected, column);
   uint16_t* out = mix.out_selected != nullptr ? mix.out_selected : mix.out;
   finish_columns<kHeadBlocks, kColumns>(mix.factors + h, heads, mix.dim, out + at);
 }
 
 // out[h][:] = factor_h * sum over entries of weight * value, all heads.
-inline void tile_mix(const TileMix& mix, RowPrefetch& upcoming) {
+inline void tile_mix(const TileMix& mix) {
   const int columns = mix.dim / kPairColumns;
-  // Blocks of 32 selected rows in the whole of the mixing, to spread the prefetches.
-  const int64_t passes = static_cast<int64_t>((mix.heads + 31) / 32) *
-                         (mix.heads > kHeadBlock ? columns / 2 : (columns + 3) / 4);
-  const int64_t blocks = std::max<int64_t>(1, passes * (mix.selected.count / 32));
-  const int64_t rows_now = (upcoming.count + blocks - 1) / blocks;
   for (int h = 0; h < mix.heads; h += 2 * kHeadBlock) {
     if (h + kHeadBlock < mix.heads) {
-      for (int c = 0; c < columns; c += 2) mix_columns<2, 2>(mix, h, c, upcoming, rows_now);
+      for (int c = 0; c < columns; c += 2) mix_columns<2, 2>(mix, h, c);
       continue;
     }
     int c = 0;
-    for (; c + 4 <= columns; c += 4) mix_columns<1, 4>(mix, h, c, upcoming, rows_now);
-    if (c < columns) mix_columns<1, 2>(mix, h, c, upcoming, rows_now);
+    for (; c + 4 <= columns; c += 4) mix_columns<1, 4>(mix, h, c);
+    if (c < columns) mix_columns<1, 2>(mix, h, c);
   }
 }
 

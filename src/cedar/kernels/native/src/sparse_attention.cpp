@@ -56,7 +56,9 @@ WindowTile next_tile(const SparseAttentionCall& call, int first, int most) {
 void run_tile(const SparseAttentionCall& call, const WindowTile& tile) {
 #ifdef CEDAR_PAIRS
   if (call.dtype == kBfloat16) {
-    PairAttention(call).run(tile);
+    for (int h = 0; h < call.heads; h += kTileHeads) {
+      PairAttention(call, h, std::min(call.heads - h, kTileHeads)).run(tile);
+    }
     return;
   }
 #endif
