@@ -108,7 +108,8 @@ def find_compiler(environ: Mapping[str, str]) -> list[str] | None:
         if found := shutil.which(name, path=path):
             return [found]
     if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "c++"]
+        # Zig compiles for this very processor unless told otherwise; variants are chosen at run time.
+        return [sys.executable, "-m", "ziglang", "c++", "-mcpu=baseline"]
     return None
 
 

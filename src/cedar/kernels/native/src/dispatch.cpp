@@ -2,6 +2,7 @@
 // sparse_attention. Compiled once, for the baseline instruction set.
 #include <atomic>
 #include <cstring>
+#include <initializer_list>
 
 #include "cedar_native.h"
 #include "index_topk.h"
@@ -20,13 +21,45 @@ constexpr int kUndecided = -1;
 std::atomic<int> g_active{kUndecided};
 
 #ifdef CEDAR_X86
-// CPUID leaf 7: the compiler's __builtin_cpu_supports knows no AMX before gcc 14.
-bool cpu_has_amx() {
-  unsigned a = 7, b = 0, c = 0, d = 0;
-  __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
-  return (d & (kBf16 | kTile | kInt8)) == (kBf16 | kTile | kInt8);
-}
+// What the processor has and the system saves on a context switch. Asked directly: the compilers'
+// __builtin_cpu_supports knows no AMX before gcc 14 and nothing at all in Zig.
+struct Processor {
+  bool avx2, avx512, amx;
+
+  Processor() : avx2(false), avx512(false), amx(false) {
+    if (cpuid(0, 0).a < 7) return;
+    const Registers basic = cpuid(1, 0), extended = cpuid(7, 0);
+    if (!has(basic.c, {27})) return;  // OSXSAVE: the next instruction exists
+    unsigned saved = 0, high = 0;
+    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    // FMA; AVX2; state of SSE and AVX.
+    avx2 = has(basic.c, {12, 28}) && has(extended.b, {5}) && has(saved, {1, 2});
+    // F, DQ, BW, VL; VBMI, VNNI; BF16 (a leaf that exists if leaf 7 says so); their state.
+    const bool bf16 = extended.a >= 1 && has(cpuid(7, 1).a, {5});
+    avx512 = avx2 && bf16 && has(extended.b, {16, 17, 30, 31}) && has(extended.c, {1, 11}) &&
+             has(saved, {5, 6, 7});
+    // BF16, TILE, INT8; their state.
+    amx = avx512 && has(extended.d, {22, 24, 25}) && has(saved, {17, 18});
+  }
+
+ private:
+  struct Registers {
+    unsigned a, b, c, d;
+  };
+
+  static Registers cpuid(unsigned leaf, unsigned part) {
+    Registers r = {leaf, 0, part, 0};
+    __asm__ volatile("cpuid" : "+a"(r.a), "=b"(r.b), "+c"(r.c), "=d"(r.d));
+    return r;
+  }
+
+  static bool has(unsigned bits, std::initializer_list<int> numbers) {
+    for (const int number : numbers) {
+      if ((bits >> number & 1u) == 0) return false;
+    }
+    return true;
+  }
+};
 
 // Linux hands out tile registers on request only, once per process.
 bool tiles_permitted() {
@@ -41,17 +74,12 @@ bool tiles_permitted() {
 
 bool available(Isa isa) {
 #ifdef CEDAR_X86
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") &&
-                      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  static const Processor processor;
   switch (isa) {
     case Isa::scalar: return true;
-    case Isa::avx2: return avx2;
-    case Isa::avx512: return avx512;
-    case Isa::amx: return avx512 && cpu_has_amx() && tiles_permitted();
+    case Isa::avx2: return processor.avx2;
+    case Isa::avx512: return processor.avx512;
+    case Isa::amx: return processor.amx && tiles_permitted();
   }
   return false;
 #else
