@@ -1,7 +1,11 @@
-// Vectors of float32 or bfloat16 values in memory, the last one of a row possibly shorter.
+// Vectors of float32 or bfloat16 values in memory, the last one of a row possibly shorter; loops over
+// rows.
 #pragma once
 
+#include <cmath>
+
 #include "quant.h"
+#include "thread_pool.h"
 
 namespace cedar {
 namespace CEDAR_ISA {
@@ -39,6 +43,63 @@ CEDAR_INLINE F32 rounded(F32 x, int32_t dtype) {
   uint16_t halves[kLanes];
   x.store_bf16(halves);
   return F32::load_bf16(halves);
+}
+
+// A row of float32 or bfloat16 values, read or written a vector at a time.
+template <int kDtype>
+struct Row;
+
+template <>
+struct Row<kFloat32> {
+  using Value = float;
+  static CEDAR_INLINE F32 load(const Value* p, int n) {
+    return n >= kLanes ? F32::load(p) : F32::load(p, n);
+  }
+  static CEDAR_INLINE void store(F32 x, Value* p, int n) {
+    if (n >= kLanes) x.store(p);
+    else x.store(p, n);
+  }
+  // What storing and loading again gives.
+  static CEDAR_INLINE F32 rounded(F32 x) { return x; }
+};
+
+template <>
+struct Row<kBfloat16> {
+  using Value = uint16_t;
+  static CEDAR_INLINE F32 load(const Value* p, int n) {
+    return n >= kLanes ? F32::load_bf16(p) : F32::load_bf16(p, n);
+  }
+  static CEDAR_INLINE void store(F32 x, Value* p, int n) {
+    if (n >= kLanes) x.store_bf16(p);
+    else x.store_bf16(p, n);
+  }
+  static CEDAR_INLINE F32 rounded(F32 x) {
+    Value half[kLanes];
+    x.store_bf16(half);
+    return F32::load_bf16(half);
+  }
+};
+
+// Rows a chunk of work takes: enough to outweigh handing it over.
+inline int64_t rows_per_chunk(int64_t n, int64_t values, int threads) {
+  const int64_t least = 1 + 16384 / (values > 0 ? values : 1);
+  const int64_t even = (n + 4 * threads - 1) / (4 * threads);
+  return even > least ? even : least;
+}
+
+// body(row) for n rows of `values` values.
+template <class Body>
+inline void for_rows(int64_t n, int64_t values, int threads, const Body& body) {
+  const int64_t step = rows_per_chunk(n, values, threads);
+  parallel_for((n + step - 1) / step, threads, [&](int64_t chunk) {
+    const int64_t end = (chunk + 1) * step < n ? (chunk + 1) * step : n;
+    for (int64_t row = chunk * step; row < end; ++row) body(row);
+  });
+}
+
+// 1 / sqrt(mean(x^2) + eps), from sums of squares in a fixed order of lanes.
+CEDAR_INLINE float inverse_rms(F32 squares, int64_t width, float eps) {
+  return 1.f / std::sqrt(squares.sum() / static_cast<float>(width) + eps);
 }
 
 }  // namespace CEDAR_ISA
