@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from packaging.tags import sys_tags
 
 
 class NativeKernelsHook(BuildHookInterface[Any]):
@@ -36,8 +37,15 @@ class NativeKernelsHook(BuildHookInterface[Any]):
             print(native.NO_COMPILER, file=sys.stderr)
             return
         build_data["pure_python"] = False
-        build_data["infer_tag"] = True
+        # The library is loaded through ctypes: it fits any Python, but only this platform.
+        build_data["tag"] = f"py3-none-{_platform_tag()}"
         build_data["force_include"][str(library)] = f"cedar/kernels/native/{library.name}"
+
+
+def _platform_tag() -> str:
+    """This platform as it calls itself; manylinux and musllinux promise what was not checked."""
+    tags = (tag.platform for tag in sys_tags())
+    return next(t for t in tags if not t.startswith(("manylinux", "musllinux")))
 
 
 def _load(path: Path) -> ModuleType:
