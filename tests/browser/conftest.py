@@ -23,9 +23,13 @@ from cedar.planner.request import Request
 from cedar.planner.source import resolve_model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The browser of this session."""
+    """The browser of one file of tests.
+
+    Not of the whole run: as long as Playwright is open its event loop counts as running in this
+    thread, and `asyncio.run` in a test of another folder would be refused.
+    """
     path = chromium_or_skip()
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
@@ -33,9 +37,9 @@ def browser() -> Iterator[Any]:
         running.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tab(browser: Any) -> Opened:
-    """One tab for all tests, since a new one costs a second; cut off from the network."""
+    """One tab for all tests of a file, since a new one costs a second; cut off from the network."""
     return Opened(browser.new_context(locale="en-US", offline=True).new_page())
 
 
