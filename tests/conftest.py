@@ -131,22 +131,8 @@ def _load(model: str, dtype: str, kernels: str, index_key_rule: str) -> LoadedMo
 
 
 @pytest.fixture(scope="session")
-def load_recorded() -> ModelLoader:
-    """`load_recorded(model, dtype, index_key_rule="corrected")`: on the reference operators.
-
-    Recordings of whole models are held strictly by the reference operators; other backends are held
-    to those, operator by operator, and to the recordings in `parity/test_native_models.py`.
-    """
-
-    def load(model: str, dtype: str, index_key_rule: str = "corrected") -> LoadedModel:
-        return _load(model, dtype, "reference", index_key_rule)
-
-    return load
-
-
-@pytest.fixture(scope="session")
-def load_on_backend(backend: str) -> ModelLoader:
-    """As `load_recorded`, on each backend: for comparisons that no flipped code can disturb."""
+def load_recorded(backend: str) -> ModelLoader:
+    """`load_recorded(model, dtype, index_key_rule="corrected")`: a recorded model, on each backend."""
 
     def load(model: str, dtype: str, index_key_rule: str = "corrected") -> LoadedModel:
         return _load(model, dtype, backend, index_key_rule)

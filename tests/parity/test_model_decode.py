@@ -59,7 +59,8 @@ def test_decode_after_an_odd_prompt_matches_logits_selections_and_caches(
 def check_caches(model: str, dtype: str, state: ModelState, golden: dict[str, Tensor]) -> None:
     """Rings, rows, keys and open groups after 85 tokens.
 
-    float32: the values are quantised ones, so they are equal unless a code flipped. bfloat16: the
+    float32: the values are quantised ones, so they are equal unless a code flipped; one in a thousand
+    may, and one in a small tensor, where sums were taken in another order. bfloat16: the
     streams differ by noise, so the rows only have to be close.
     """
     plan, formats = state.plan, state.formats
@@ -80,8 +81,8 @@ def check_caches(model: str, dtype: str, state: ModelState, golden: dict[str, Te
         assert values.shape == expected.shape, name
         off = (values - expected).abs() > 1e-6 * expected.abs().max()
         if dtype == "float32":
-            allowed = 0.02 if model in QUANTISED else 0.001
-            assert off.float().mean() <= allowed, name
+            share = 0.02 if model in QUANTISED else 0.001
+            assert off.sum() <= max(1, share * off.numel()), name
         else:
             error = (values - expected).square().mean().sqrt()
             assert error <= 0.35 * expected.square().mean().sqrt(), f"{name}: {error:.3g}"

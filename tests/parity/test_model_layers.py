@@ -86,10 +86,10 @@ def assert_stream(model: str, dtype: str, layer: int, actual: Boundary, expected
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_each_layer_turns_the_recorded_stream_into_the_next_recorded_one(
-    load_on_backend: Loader, recorded: Recording, model_directory: Callable, model: str, dtype: str,
+    load_recorded: Loader, recorded: Recording, model_directory: Callable, model: str, dtype: str,
     store: str,
 ) -> None:  # type: ignore[type-arg]  # fmt: skip
-    loaded, golden = load_on_backend(model, dtype), recorded(model, dtype)
+    loaded, golden = load_recorded(model, dtype), recorded(model, dtype)
     assert case_file(model_directory(model))["stream_len"] == LENGTH
     ids = golden["tokens"][0, :LENGTH].long()
     run = LayerRun(loaded, ids, store)
@@ -116,10 +116,10 @@ def test_each_layer_turns_the_recorded_stream_into_the_next_recorded_one(
 
 @pytest.mark.parametrize("model", ["m1", "m2", "m3"])
 def test_attention_alone_matches_its_recorded_input_and_output(
-    load_on_backend: Loader, recorded: Recording, model: str
+    load_recorded: Loader, recorded: Recording, model: str
 ) -> None:
     """bfloat16: two units in the last place of the largest output, except behind a flip."""
-    loaded, golden = load_on_backend(model, "bfloat16"), recorded(model, "bfloat16")
+    loaded, golden = load_recorded(model, "bfloat16"), recorded(model, "bfloat16")
     if "layer.0.attn_in" not in golden:
         pytest.fail(f"{model} was expected to record attention")
     run = LayerRun(loaded, golden["tokens"][0, :LENGTH].long(), "cached")
@@ -143,11 +143,11 @@ def test_attention_alone_matches_its_recorded_input_and_output(
 
 
 def test_a_sublayer_uses_the_pre_mix_of_the_one_before(
-    load_on_backend: Loader, recorded: Recording
+    load_recorded: Loader, recorded: Recording
 ) -> None:
     """Feeding a layer its own predicted pre mix instead of the delayed one must not match: the
     comparison above would notice a swap."""
-    loaded, golden = load_on_backend("m1", "float32"), recorded("m1", "float32")
+    loaded, golden = load_recorded("m1", "float32"), recorded("m1", "float32")
     ids = golden["tokens"][0, :LENGTH].long()
     run = LayerRun(loaded, ids, "dense")
     first, entering, leaving = (recorded_boundary(golden, layer) for layer in (0, 1, 2))

@@ -161,11 +161,11 @@ def test_two_states_of_one_model_and_two_models_do_not_touch(exact: Exact) -> No
 
 @pytest.mark.parametrize("model", ["m1", "m6"])
 def test_a_batch_on_a_real_backend_equals_the_runs_alone(
-    load_on_backend: Exact, recorded: Callable[[str, str], dict[str, Tensor]], model: str
+    load_recorded: Exact, recorded: Callable[[str, str], dict[str, Tensor]], model: str
 ) -> None:
     """float32 sums of more rows have other last bits: equal to 1e-4 unless a code flipped, which
     moves a row by less than 0.1."""
-    loaded = load_on_backend(model, "float32")
+    loaded = load_recorded(model, "float32")
     ids = recorded(model, "float32")["tokens"].long()[0]
     prompts = [ids[:37], ids[37:41], ids[60:77]]
     state = loaded.new_state(64, batch=3)

@@ -49,11 +49,11 @@ def test_every_mode_is_full_bit_for_bit_up_to_one_window(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_full_up_to_one_window_on_a_real_backend(
-    load_on_backend: Exact, recorded: Callable[[str, str], dict[str, Tensor]], mode: str
+    load_recorded: Exact, recorded: Callable[[str, str], dict[str, Tensor]], mode: str
 ) -> None:
     """Same rows, same kernels, same order: equal to the last bit without any help."""
     for model, dtype in (("m1", "float32"), ("m1", "bfloat16"), ("m2", "bfloat16")):
-        loaded = load_on_backend(model, dtype)
+        loaded = load_recorded(model, dtype)
         ids = recorded(model, dtype)["tokens"].long()
         for length in (1, 7, 16):
             expected, full = prefill(loaded, ids[:, :length])
@@ -109,10 +109,10 @@ def test_global_rows_do_not_depend_on_the_mode(exact: Exact, name: str, mode: st
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_global_rows_do_not_depend_on_the_mode_on_a_real_backend(
-    load_on_backend: Exact, recorded: Callable[[str, str], dict[str, Tensor]], dtype: str
+    load_recorded: Exact, recorded: Callable[[str, str], dict[str, Tensor]], dtype: str
 ) -> None:
     for model in ("m1", "m2"):
-        loaded = load_on_backend(model, dtype)
+        loaded = load_recorded(model, dtype)
         ids = recorded(model, dtype)["tokens"].long()[:, :77]
         _, full = prefill(loaded, ids, decoder_prefill="full")
         for mode in MODES:

@@ -41,13 +41,13 @@ def run(model: LoadedModel, state: ModelState, ids: list[Tensor], mode: str) -> 
 @pytest.mark.parametrize("mode", ["full", "report", "cut", "exact"])
 @pytest.mark.parametrize(("model", "dtype"), [("m1", "float32"), ("m2", "bfloat16")])
 def test_poison_in_unwritten_rows_changes_no_logit(
-    load_on_backend: Loader, recorded: Callable[[str, str], dict[str, Tensor]], model: str, dtype: str,
+    load_recorded: Loader, recorded: Callable[[str, str], dict[str, Tensor]], model: str, dtype: str,
     mode: str,
 ) -> None:  # fmt: skip
     """Masked slots clamp to row 0 in some kernels, and 0 x NaN is NaN: prompts shorter and longer
     than the window, open groups, unused top-k slots and decode (regression class: NaN in unused
     rows)."""
-    loaded = load_on_backend(model, dtype)
+    loaded = load_recorded(model, dtype)
     ids = recorded(model, dtype)["tokens"].long()[0]
     for lengths in ((9,), (43, 8)):
         prompts = [ids[:n] for n in lengths]
