@@ -11,8 +11,9 @@ from torch import Tensor
 from cedar.formats.codec import decode_rows
 from cedar.kernels.operators import PagedRows, Selection, WindowRows
 
-#: Float32 values gathered for one tile of queries: 64 MB.
-_TILE_VALUES = 1 << 24
+#: Float32 values gathered for one tile of queries: 16 MB. Twice that and the C library returns the
+#: memory to the system after every tile; the page faults then cost more than the arithmetic.
+_TILE_VALUES = 1 << 22
 
 
 def sparse_attention(
@@ -28,13 +29,16 @@ def sparse_attention(
         entries += selection.positions.shape[1]
     tile = max(1, _TILE_VALUES // max(1, entries * width))
     for rows in torch.arange(count).split(tile):
-        near, near_mask = _window_values(window, rows)
-        values, mask = near, near_mask
+        near, near_mask = _window_numbers(window, rows)
+        far, far_mask = near[:, :0], near_mask[:, :0]
         if selected is not None and selection is not None:
-            far, far_mask = _selected_values(selected, selection, sequences, rows)
-            values, mask = torch.cat((near, far), 1), torch.cat((near_mask, far_mask), 1)
+            far, far_mask = _selected_numbers(selected, selection, sequences, rows)
+        split, mask = near.shape[1], torch.cat((near_mask, far_mask), 1)
+        values = torch.zeros(*mask.shape, width)
+        _decode_distinct(window, near, near_mask, values[:, :split])
+        if selected is not None:
+            _decode_distinct(selected, far, far_mask, values[:, split:])
         other = None if q_selected is None else q_selected[rows]
-        split = near.shape[1]
         near_out, far_out = attend(
             q[rows], values, mask, sink, scale=scale, split=split, other=other
         )
@@ -76,16 +80,15 @@ def attend(
     return near.to(q.dtype), far.to(q.dtype)
 
 
-def _window_values(window: WindowRows, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _window_numbers(window: WindowRows, rows: Tensor) -> tuple[Tensor, Tensor]:
     lo, hi = window.lo[rows].long(), window.hi[rows].long()
     width = int((hi - lo + 1).clamp(min=0).max()) if rows.numel() else 0
     positions = lo.unsqueeze(1) + torch.arange(width)
     mask = positions <= hi.unsqueeze(1)
-    numbers = window.base[rows].unsqueeze(1) + positions % window.modulus
-    return _decode_distinct(window.rows, numbers, mask, window), mask
+    return window.base[rows].unsqueeze(1) + positions % window.modulus, mask
 
 
-def _selected_values(
+def _selected_numbers(
     paged: PagedRows, selection: Selection, sequences: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     positions = selection.positions[rows].long()
@@ -93,15 +96,12 @@ def _selected_values(
     safe = positions.clamp(min=0)
     per_block = paged.rows_per_block
     blocks = paged.tables[sequences[rows].long()].long().gather(1, safe // per_block)
-    return _decode_distinct(paged.rows, blocks * per_block + safe % per_block, mask, paged), mask
+    return blocks * per_block + safe % per_block, mask
 
 
 def _decode_distinct(
-    rows: Tensor, numbers: Tensor, mask: Tensor, source: PagedRows | WindowRows
-) -> Tensor:
-    """Dequantise each used row once; unused slots give zeros and their rows are never read."""
-    width = source.fmt.width
+    source: PagedRows | WindowRows, numbers: Tensor, mask: Tensor, values: Tensor
+) -> None:
+    """Dequantise each used row once into `values [n, E, d]`; the rows of unused slots are not read."""
     distinct, inverse = numbers[mask].unique(return_inverse=True)
-    values = torch.zeros(*numbers.shape, width)
-    values[mask] = decode_rows(rows[distinct], source.fmt)[inverse]
-    return values
+    values[mask] = decode_rows(source.rows[distinct], source.fmt)[inverse]
