@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cedar.bench.ceilings import Ceilings
+from cedar.bench.ceilings import Ceilings, measure_ceilings
 from cedar.bench.measure import Ratio, interleave
 from cedar.formats.codec import encode_fp4_weight, encode_fp8_weight
 from cedar.formats.rows import RowFormat
@@ -36,7 +36,6 @@ class Case:
         run: the work, given a backend.
         agree: whether two results agree.
         flops, read_bytes: work of one run; the one that is not 0 is held against its ceiling.
-        a_repeats: runs of the fast side per turn.
     """
 
     name: str
@@ -45,7 +44,6 @@ class Case:
     agree: Callable[[Any, Any], bool]
     flops: float = 0.0
     read_bytes: float = 0.0
-    a_repeats: int = 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,16 @@ class KernelResult:
 
     case: Case
     ratio: Ratio
-    fraction: float | None
+    ceilings: Ceilings
+
+    @property
+    def fraction(self) -> float | None:
+        """Share of the ceiling of its kind; None for work that is bound by neither."""
+        if self.case.flops:
+            return self.case.flops / self.ratio.a_seconds / self.ceilings.bf16_flops
+        if self.case.read_bytes:
+            return self.case.read_bytes / self.ratio.a_seconds / self.ceilings.read_bytes
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -63,14 +70,13 @@ class KernelResult:
             "shape": self.case.shape,
             "fraction_of_ceiling": self.fraction,
             "ceiling": "bf16_gemm" if self.case.flops else "memory_read",
+            "ceilings": self.ceilings.to_dict(),
             **self.ratio.to_dict(),
         }
 
 
-def run_cases(
-    native: Operators, reference: Operators, ceilings: Ceilings, *, rounds: int
-) -> Iterator[KernelResult]:
-    """Time every case.
+def run_cases(native: Operators, reference: Operators, *, rounds: int) -> Iterator[KernelResult]:
+    """Time every case; the ceilings are measured anew beside each.
 
     Raises:
         RuntimeError: native and reference disagree; such a timing would mean nothing.
@@ -78,18 +84,13 @@ def run_cases(
     for case in kernel_cases():
         if not case.agree(case.run(native), case.run(reference)):
             raise RuntimeError(f"{case.name} {case.shape}: native and reference disagree")
+        ceilings = measure_ceilings()
         ratio = interleave(
             lambda case=case: case.run(native),  # type: ignore[misc]
             lambda case=case: case.run(reference),  # type: ignore[misc]
             rounds=rounds,
-            a_repeats=case.a_repeats,
         )
-        fraction = None
-        if case.flops:
-            fraction = case.flops / ratio.a_seconds / ceilings.bf16_flops
-        elif case.read_bytes:
-            fraction = case.read_bytes / ratio.a_seconds / ceilings.read_bytes
-        yield KernelResult(case, ratio, fraction)
+        yield KernelResult(case, ratio, ceilings)
 
 
 def kernel_cases() -> Iterator[Case]:
@@ -186,7 +187,7 @@ def _projection_cases() -> Iterator[Case]:
             return ops.linear(x, weight)
 
         size = side * side / 2 + side * side / 32
-        yield Case("fp4 GEMV", f"{side} x {side}", run, _close(0.01), read_bytes=size, a_repeats=20)
+        yield Case("fp4 GEMV", f"{side} x {side}", run, _close(0.01), read_bytes=size)
     quantised = encode_fp8_weight(torch.randn(4096, 4096) / 64)
     weight = Weight(
         quantised.codes.view(torch.float8_e4m3fn), quantised.scales.view(torch.float8_e8m0fnu)
@@ -194,7 +195,7 @@ def _projection_cases() -> Iterator[Case]:
     x = torch.randn(1, 4096, dtype=torch.bfloat16)
     yield Case(
         "fp8 GEMV", "4096 x 4096", lambda ops: ops.linear(x, weight), _close(0.01),
-        read_bytes=4096 * 4096 * (1 + 1 / 1024), a_repeats=20,
+        read_bytes=4096 * 4096 * (1 + 1 / 1024),
     )  # fmt: skip
 
 
@@ -219,12 +220,11 @@ def _moe_cases() -> Iterator[Case]:
         yield Case(
             "grouped MoE", f"{tokens} tokens, {num_experts} experts top-{chosen}, {width} wide", run,
             _close(0.02), flops=2.0 * 3 * width * inner * tokens * (chosen + 1),
-            a_repeats=1 if tokens > 1 else 50,
         )  # fmt: skip
 
 
 def _codec_cases() -> Iterator[Case]:
-    rows, fmt = 16384, RowFormat("main", 512)
+    rows, fmt = 1024, RowFormat("main", 512)
     x = torch.randn(rows, 512, dtype=torch.bfloat16)
     where = torch.randperm(rows)
 
@@ -254,5 +254,4 @@ def _glue_cases() -> Iterator[Case]:
 
         yield Case(
             "mHC mixes + Sinkhorn", f"{tokens} tokens, 4 x 256", run, _close(1e-4),
-            a_repeats=1 if tokens > 1 else 20,
         )  # fmt: skip

@@ -14,6 +14,8 @@ from typing import Any
 
 Work = Callable[[], object]
 
+_TURN_SECONDS = 0.02
+
 
 @dataclass(frozen=True)
 class Ratio:
@@ -50,30 +52,36 @@ def timed(work: Work) -> float:
     return time.perf_counter() - begin
 
 
-def interleave(a: Work, b: Work, *, rounds: int = 7, a_repeats: int = 1) -> Ratio:
+def interleave(a: Work, b: Work, *, rounds: int = 7) -> Ratio:
     """Time A and B turn by turn.
+
+    A turn repeats work shorter than 20 ms until it has taken about that, and counts the mean: what a
+    turn of the other side left cold in the caches is then a small part of it.
 
     Args:
         rounds: at least 5, after one discarded warm-up of each.
-        a_repeats: runs of A per turn, for an A much shorter than B; its time is their mean.
     """
     if rounds < 5:
         raise ValueError(f"rounds={rounds}: a median of fewer than 5 means little")
-
-    def turn_of_a() -> float:
-        return timed(lambda: [a() for _ in range(a_repeats)]) / a_repeats
-
-    turn_of_a()
-    timed(b)
+    turn_of_a, turn_of_b = _turn(a), _turn(b)
     a_times, b_times = [], []
     for number in range(rounds):
         if number % 2:
-            b_times.append(timed(b))
+            b_times.append(turn_of_b())
             a_times.append(turn_of_a())
         else:
             a_times.append(turn_of_a())
-            b_times.append(timed(b))
+            b_times.append(turn_of_b())
     return ratio_of(a_times, b_times)
+
+
+def _turn(work: Work) -> Callable[[], float]:
+    """Warm some work up; what takes one turn of it, in seconds a run."""
+    seconds = timed(work)
+    if seconds < _TURN_SECONDS:  # the first run of all is no measure: it may set things up
+        seconds = max(timed(work), 1e-7)
+    repeats = max(1, round(_TURN_SECONDS / seconds))
+    return lambda: timed(lambda: [work() for _ in range(repeats)]) / repeats
 
 
 def ratio_of(a_times: list[float], b_times: list[float]) -> Ratio:
@@ -91,6 +99,6 @@ def ratio_of(a_times: list[float], b_times: list[float]) -> Ratio:
 
 
 def median_seconds(work: Work, rounds: int = 7) -> float:
-    """Median time of one thing, after one discarded run."""
-    work()
-    return statistics.median(timed(work) for _ in range(rounds))
+    """Median time of one thing, in turns as `interleave` takes them."""
+    turn = _turn(work)
+    return statistics.median(turn() for _ in range(rounds))

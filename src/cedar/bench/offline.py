@@ -90,7 +90,7 @@ def _decode(fast: LoadedModel, slow: LoadedModel, rounds: int) -> OfflineResult:
     def run(model: LoadedModel) -> object:
         return model.step(token, states[id(model)])
 
-    ratio = interleave(lambda: run(fast), lambda: run(slow), rounds=rounds, a_repeats=10)
+    ratio = interleave(lambda: run(fast), lambda: run(slow), rounds=rounds)
     note = f"{ratio.a_seconds * 1e3:.1f} ms a step native"
     return OfflineResult(
         f"decode, batch 1, {_DECODE_CONTEXT:,} context", "native", "reference", ratio, note

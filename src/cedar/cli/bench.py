@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import click
@@ -31,41 +32,51 @@ def _emit(document: dict[str, Any], table: list[str], as_json: bool) -> None:
     click.echo(json.dumps(document) if as_json else "\n".join(table))
 
 
+#: oneDNN's names for what the native variants use.
+_ONEDNN_ISA = {"avx2": "AVX2", "avx512": "AVX512_CORE_BF16", "amx": "AVX512_CORE_AMX"}
+
 _ROUNDS = click.option("--rounds", type=click.IntRange(min=5), default=7, show_default=True)
 _JSON = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 
 
 @bench.command()
+@click.option("--isa", type=click.Choice(["avx2", "avx512", "amx"]),
+              help="Hold the kernels and torch to these instructions; default: the best here.")  # fmt: skip
 @_ROUNDS
 @_JSON
-def kernels(rounds: int, as_json: bool) -> None:
+def kernels(isa: str | None, rounds: int, as_json: bool) -> None:
     """Native operators against reference operators and against the machine's ceilings."""
-    from cedar.bench.ceilings import measure_ceilings
+    if isa is not None:  # read by torch's oneDNN at its first product, so set before torch comes in
+        os.environ["ONEDNN_MAX_CPU_ISA"] = _ONEDNN_ISA[isa]
     from cedar.bench.kernels import run_cases
     from cedar.bench.record import environment
+    from cedar.kernels.backends import native_operators, select_operators
 
-    native, reference = _backends()
-    ceilings = measure_ceilings()
+    native, reference = native_operators(isa), select_operators("reference")
     table = [
-        f"ceilings: bf16 GEMM {format_flops(ceilings.bf16_flops)}/s, memory read "
-        f"{format_bytes(ceilings.read_bytes)}/s, {ceilings.threads} threads",
         f"{'operator':<26}{'shape':<42}{native.name:>16}{'reference':>12}{'ratio':>8}"
-        f"{'quartiles':>16}{'of ceiling':>12}",
+        f"{'quartiles':>16}{'of ceiling':>12}  ceiling",
     ]
+    _say(table[0])
     results = []
-    for result in run_cases(native, reference, ceilings, rounds=rounds):
-        ratio = result.ratio
-        share = "-" if result.fraction is None else f"{result.fraction:.0%}"
+    for result in run_cases(native, reference, rounds=rounds):
+        ratio, ceilings = result.ratio, result.ceilings
+        share, ceiling = "-", ""
+        if result.fraction is not None:
+            share = f"{result.fraction:.0%}"
+            flops, read = format_flops(ceilings.bf16_flops), format_bytes(ceilings.read_bytes)
+            ceiling = f"bf16 GEMM {flops}/s" if result.case.flops else f"memory read {read}/s"
         line = (
             f"{result.case.name:<26}{result.case.shape:<42}{format_seconds(ratio.a_seconds):>16}"
             f"{format_seconds(ratio.b_seconds):>12}{ratio.speedup:>7.1f}x"
-            f"{f'{ratio.low:.1f}..{ratio.high:.1f}':>16}{share:>12}"
+            f"{f'{ratio.low:.1f}..{ratio.high:.1f}':>16}{share:>12}  {ceiling}"
         )
         _say(line)
         table.append(line)
         results.append(result.to_dict())
-    document = {"environment": environment(), "ceilings": ceilings.to_dict(), "results": results}
-    _emit(document, table, as_json)
+    _emit(
+        {"environment": environment(), "kernels": native.name, "results": results}, table, as_json
+    )
 
 
 @bench.command()

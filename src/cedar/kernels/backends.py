@@ -26,10 +26,27 @@ def select_operators(name: str) -> Operators:
         raise UsageError(f"kernels={name!r} is not a choice; allowed: auto, native, reference")
     if name == "reference":
         return ReferenceOperators()
+    if name == "native":
+        return native_operators()
     library, reason = load()
     if library is not None:
         return NativeOperators(library)
-    if name == "native":
-        raise UsageError(f"native kernels are not available: {reason}")
     logger.warning("using the reference operators: %s", reason)
     return ReferenceOperators()
+
+
+def native_operators(isa: str | None = None) -> Operators:
+    """The compiled operators.
+
+    Args:
+        isa: instruction set to hold the whole process to; None = the best this machine has.
+
+    Raises:
+        UsageError: they were not built, or the machine lacks the instruction set.
+    """
+    library, reason = load()
+    if library is None:
+        raise UsageError(f"native kernels are not available: {reason}")
+    if isa is not None:
+        library.set_isa(isa)
+    return NativeOperators(library)
