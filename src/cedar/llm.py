@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from cedar.cache.hashing import KEY_BYTES
+from cedar.cache.store_files import check_usable
 from cedar.config.engine_config import EngineConfig
 from cedar.config.modes import IndexKeyRule
 from cedar.engine.engine import Engine, StepOutput
@@ -23,6 +24,7 @@ from cedar.errors import UsageError
 from cedar.loading import PRESET_PREFIX, load, prefix_root, resolve_model
 from cedar.text.completion import CompletionText
 from cedar.text.tokenizer import Tokenizer
+from cedar.units import parse_bytes
 
 Prompt = str | Sequence[int]
 
@@ -48,7 +50,10 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """All completions of one prompt; `prompt` is None when it was given as ids."""
+    """All completions of one prompt; `prompt` is None when it was given as ids.
+
+    `num_cached_tokens` of the prompt were taken from the prefix cache, in memory or on disk.
+    """
 
     request_id: str
     prompt: str | None
@@ -75,10 +80,12 @@ class LLM:
         model: a directory, `nano`, `preset:NAME`, or a model already loaded.
         tokenizer: needed only for text prompts of a loaded model or preset.
         kernels, dtype, index_key_rule, seed: as `cedar.load`.
-        engine: fields of `EngineConfig` (max_model_len, decoder_prefill, ...).
+        engine: fields of `EngineConfig` (max_model_len, decoder_prefill, ...); `prefix_store_size`
+            may also be a text such as "8GiB", and a `~` in `prefix_store_dir` is the home directory.
 
     Raises:
         UsageError: an unknown engine field or an impossible combination.
+        StoreError: the prefix store cannot be opened, or another process writes it.
     """
 
     def __init__(
@@ -96,6 +103,13 @@ class LLM:
         if unknown:
             allowed = ", ".join(EngineConfig.__dataclass_fields__)
             raise UsageError(f"LLM got unknown option(s) {', '.join(unknown)}; allowed: {allowed}")
+        if isinstance(size := engine.get("prefix_store_size"), str):
+            engine["prefix_store_size"] = parse_bytes(size, "prefix_store_size")
+        if engine.get("prefix_store_dir") is not None:
+            engine["prefix_store_dir"] = str(Path(engine["prefix_store_dir"]).expanduser())
+        config = EngineConfig(**engine)
+        if config.prefix_store_dir is not None:
+            check_usable(Path(config.prefix_store_dir))
         if isinstance(model, LoadedModel):
             self.model = model
         else:
@@ -105,7 +119,6 @@ class LLM:
             if tokenizer is None and not str(model).startswith(PRESET_PREFIX):
                 tokenizer = Tokenizer.from_directory(resolve_model(model))
         self.tokenizer = tokenizer
-        config = EngineConfig(**engine)
         root = bytes(KEY_BYTES)
         if config.prefix_store_dir is not None:
             if isinstance(model, LoadedModel):
@@ -177,9 +190,13 @@ class LLM:
                 result, added = self._add(prompt, chosen)
                 results.append(result)
                 texts.update(added)
+            unread = {f"{result.request_id}-0": result for result in results}
             while self.engine.has_work:
                 for output in self.engine.step():
                     self._take(output, texts)
+                    read = unread.pop(output.request.request_id, None)
+                    if read is not None:
+                        read.num_cached_tokens = output.request.cached_tokens
         finally:
             for request_id in texts:
                 self.engine.abort(request_id)

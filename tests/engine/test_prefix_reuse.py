@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 from cedar import LLM, SamplingParams
+from cedar.config.presets import preset
 from cedar.engine.loaded_model import LoadedModel
 from cedar.engine.request import Request
 from cedar.errors import UsageError
-from cedar.loading import load
+from cedar.kernels.backends import select_operators
+from cedar.loading import from_config, load
 
 BLOCK = 8
 PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -69,6 +72,22 @@ def test_a_bounded_hit_runs_one_window_of_the_prefix_again(model: LoadedModel) -
     assert llm.engine.account.encode.tokens - before == window + 9
 
 
+@pytest.mark.parametrize("window", [2, 4, 8])
+@pytest.mark.parametrize("block_size", [2, 4, 8])
+def test_whatever_block_and_window_every_full_block_that_was_kept_is_taken(
+    block_size: int, window: int
+) -> None:
+    config = replace(preset("tiny"), sliding_window=window)
+    model = from_config(config, ops=select_operators("auto"), dtype=torch.float32)
+    llm = engine_of(model, block_size=block_size, encoder_replay="exact")
+    prompt = prompt_of(3 * 8)
+    first, _ = run(llm, prompt)
+    for length in (len(prompt), len(prompt) - 1):
+        _, hit = run(llm, prompt[:length])
+        assert hit.cached_tokens == length // block_size * block_size
+    assert run(llm, prompt)[0] == first
+
+
 def test_prompts_that_share_two_and_a_half_blocks_share_exactly_two(model: LoadedModel) -> None:
     shared = prompt_of(20)
     llm = engine_of(model)
@@ -84,6 +103,19 @@ def test_a_match_no_longer_than_the_window_is_reported_but_not_taken(model: Load
     assert (short.matched_tokens, short.cached_tokens) == (8, 0)
     assert short.miss_reason is not None
     assert "not longer than the window of 8" in short.miss_reason
+
+
+@pytest.mark.parametrize("length", [2, 6, 8, 10, 14, 20])
+def test_only_a_match_longer_than_the_window_is_taken_and_then_exactly(
+    model: LoadedModel, length: int
+) -> None:
+    llm = engine_of(model, block_size=2, encoder_replay="exact")
+    run(llm, prompt_of(length))
+    longer = [*prompt_of(length), *prompt_of(5, seed=7)]
+    text, hit = run(llm, longer)
+    assert hit.matched_tokens == length
+    assert hit.cached_tokens == (length if length > model.plan.sliding_window else 0)
+    assert text == cold(model, longer)
 
 
 def test_generated_tokens_are_reused_by_the_next_turn(model: LoadedModel) -> None:

@@ -55,13 +55,19 @@ def dsml_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def serve() -> Iterator[Callable[..., Api]]:
-    """`serve(directory, engine fields, **ServerConfig fields)`: a running service."""
+    """`serve(directory, engine fields, load arguments, **ServerConfig fields)`: a running service."""
     services = []
 
-    def start(directory: Path, engine: dict[str, Any] | None = None, **fields: Any) -> Api:
+    def start(
+        directory: Path, engine: dict[str, Any] | None = None, load: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> Api:  # fmt: skip
         config = ServerConfig(served_model_names=("tiny", "alias"), **fields)
         service = build_service(
-            str(directory), config, {**ENGINE, **(engine or {})}, dtype="float32", kernels="auto"
+            str(directory),
+            config,
+            {**ENGINE, **(engine or {})},
+            **{"dtype": "float32", **(load or {})},
         )
         service.engine.start()
         services.append(service)

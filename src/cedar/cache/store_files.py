@@ -151,6 +151,16 @@ def take_lock(directory: Path) -> int:
     return fd
 
 
+def check_usable(directory: Path) -> None:
+    """Find out now what would keep a store from being opened later, before a model is loaded.
+
+    Raises:
+        StoreError: as `prepare_directory` and `take_lock`.
+    """
+    prepare_directory(directory)
+    os.close(take_lock(directory))
+
+
 def _describe(holder: bytes) -> str:
     try:
         document = json.loads(holder)

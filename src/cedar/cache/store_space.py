@@ -60,7 +60,8 @@ class Budget:
             need = fixed + slot_bytes + _INDEX_BYTES_PER_SLOT
             raise StoreError(
                 f"a prefix store of {format_bytes(limit_bytes)} is too small: one record of "
-                f"{format_bytes(slot_bytes)} and the index need {format_bytes(need)}"
+                f"{format_bytes(slot_bytes)} and the index need {format_bytes(need)}; give at "
+                f"least that much"
             )
         pages = _INDEX_PAGES + slots * _INDEX_BYTES_PER_SLOT // PAGE_BYTES
         return cls(slots, pages, log)

@@ -45,8 +45,11 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{name}={value!r} must be an integer of at least 1")
-        if self.prefix_store_size < 1:
-            raise UsageError(f"prefix_store_size={self.prefix_store_size} must be at least 1 byte")
+        size = self.prefix_store_size
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise UsageError(
+                f"prefix_store_size={size!r} must be a whole number of bytes, at least 1"
+            )
         if self.num_blocks is not None and self.num_blocks < 1:
             raise UsageError(f"num_blocks={self.num_blocks} must be at least 1, or None")
 

@@ -69,10 +69,14 @@ class AsyncEngine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop after the current step and wait for the thread; running requests are aborted."""
+        """Stop after the current step and wait for the thread; running requests are aborted.
+
+        What is on its way to the prefix store is written, then the store is closed.
+        """
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
+        self.engine.close()
 
     @property
     def failure(self) -> BaseException | None:

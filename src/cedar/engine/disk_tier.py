@@ -6,12 +6,43 @@ Joins the pool's buffers with the store and its writing thread. Called by `prefi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 from cedar.cache.kv_pool import KVPool
 from cedar.cache.store import PrefixStore
 from cedar.cache.transfer import StoreWriter, load_prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskStats:
+    """The prefix store now, and what happened since it was opened.
+
+    Attributes:
+        limit_bytes, bytes_on_disk: the most all its files may take, and what they take.
+        records, records_set_aside: good ones, and bad ones that wait for their space to be needed.
+        lookups: requests whose prompt went on beyond memory.   hits: those that got a block.
+        read_bytes, written_bytes: payloads, without headers.
+        written, evicted: records.
+        dropped, misses, damaged, errors: records that were not written, reads that gave nothing,
+            records set aside, failed calls; each by reason, as in docs/prefix-cache.md.
+    """
+
+    limit_bytes: int
+    bytes_on_disk: int
+    records: int
+    records_set_aside: int
+    lookups: int
+    hits: int
+    read_bytes: int
+    written_bytes: int
+    written: int
+    evicted: int
+    dropped: Mapping[str, int]
+    misses: Mapping[str, int]
+    damaged: Mapping[str, int]
+    errors: Mapping[str, int]
 
 
 class DiskTier:
@@ -25,6 +56,7 @@ class DiskTier:
     def __init__(self, pool: KVPool, store: PrefixStore) -> None:
         self._pool, self.store = pool, store
         self.writer = StoreWriter(store)
+        self._lookups = self._hits = 0
 
     def __enter__(self) -> DiskTier:
         return self
@@ -40,19 +72,40 @@ class DiskTier:
     def count_leading(self, keys: Sequence[bytes], max_depth: int | None) -> int:
         """How many leading blocks a `load` would try to read."""
         there = self.store.contains_many(keys, max_depth=max_depth)
+        self._lookups += 1
         return there.index(False) if False in there else len(there)
 
     def load(
         self, keys: Sequence[bytes], blocks: Sequence[int], max_depth: int | None
     ) -> list[int]:
         """Fill blocks; the replay depths of the leading ones that were filled, whole and verified."""
-        return load_prefix(self.store, self._pool, keys, blocks, max_depth)
+        depths = load_prefix(self.store, self._pool, keys, blocks, max_depth)
+        self._hits += bool(depths)
+        return depths
 
     def save(
         self, start_key: bytes, keys: Sequence[bytes], blocks: Sequence[int], depths: Sequence[int]
     ) -> None:
         """Copy what the store lacks of a sequence; another thread writes it."""
         self.writer.submit_chain(self._pool, start_key, keys, blocks, depths)
+
+    def stats(self) -> DiskStats:
+        """Sizes and counts; any thread may ask."""
+        stats = self.store.stats()
+        assert stats.limit_bytes is not None
+        dropped = stats.reasons("dropped")
+        if self.writer.dropped:
+            dropped["queue"] = self.writer.dropped
+        counts = stats.counts
+        return DiskStats(
+            limit_bytes=stats.limit_bytes, bytes_on_disk=stats.bytes_on_disk,
+            records=stats.records,
+            records_set_aside=stats.records_set_aside, lookups=self._lookups, hits=self._hits,
+            read_bytes=counts.get("loaded_bytes", 0), written_bytes=counts.get("stored_bytes", 0),
+            written=counts.get("stored_records", 0), evicted=counts.get("evicted", 0),
+            dropped=dropped, misses=stats.reasons("miss"), damaged=stats.reasons("set_aside"),
+            errors=stats.reasons("error"),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Write what is queued, then close the store."""

@@ -5,6 +5,7 @@ Called by `cedar.llm` and by the asynchronous engine of the server.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from cedar.engine.sampler import Logprob
 from cedar.engine.sampling_params import SamplingParams
 from cedar.engine.scheduler import Scheduler
 from cedar.errors import RequestError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ class Engine:
         store = PrefixStore(
             config.prefix_store_dir, root=root, limit_bytes=config.prefix_store_size,
             record_bytes=rows.block_bytes,
+        )  # fmt: skip
+        stats = store.stats()
+        logger.info(
+            "prefix store opened directory=%s records=%d bytes=%d limit_bytes=%d",
+            stats.directory, stats.records, stats.bytes_on_disk, store.limit_bytes,
         )  # fmt: skip
         return DiskTier(rows, store)
 

@@ -7,6 +7,7 @@ again on the tokens before the hit's end (`phases.encoder_replay_rows`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -82,21 +83,34 @@ class PrefixReuse:
 
     def _find(self, request: Request, max_depth: int | None) -> list[int]:
         """The leading blocks that are in memory or on disk, each with a reference taken."""
+        size = self._config.block_size
         found = self._pool.longest_prefix(request.keys, max_depth)
         for block in found:
             self._pool.acquire(block)
-        request.disk_tokens = 0
+        request.disk_tokens, request.disk_seconds = 0, 0.0
         rest = request.keys[len(found) :]
-        count = self._tier.count_leading(rest, max_depth) if self._tier and rest else 0
-        fresh = self._pool.allocate(count) if count else None
-        if self._tier is None or fresh is None:
+        # Nothing is read for a request that takes no rows, or that cannot be admitted now.
+        lacking = -(-len(request.token_ids) // size) - len(found)
+        if (
+            self._tier is None or not rest or request.wants_prompt_logprobs
+            or lacking > self._pool.num_free
+        ):  # fmt: skip
             return found
+        count = self._tier.count_leading(rest, max_depth)
+        fresh = self._pool.allocate(count)
+        assert fresh is not None
+        begin = time.monotonic()
         depths = self._tier.load(rest[:count], fresh, max_depth)
+        request.disk_seconds = time.monotonic() - begin
         self._pool.release(fresh[len(depths) :])
         for block, key, depth in zip(fresh, rest, depths, strict=False):
-            self._pool.publish(block, key, depth)
-        request.disk_tokens = len(depths) * self._config.block_size
-        return found + fresh[: len(depths)]
+            known = self._pool.publish(block, key, depth)
+            if known != block:  # memory had lost a block before this one, but not this one
+                self._pool.acquire(known)
+                self._pool.release([block])
+            found.append(known)
+        request.disk_tokens = len(depths) * size
+        return found
 
     def save(self, request: Request) -> None:
         """Hand a request's full blocks to the tier beyond memory."""

@@ -52,7 +52,7 @@ class Request:
         preemptions: how often it lost its blocks.
         cache_salt: separates tenants in the prefix cache.
         matched_tokens, cached_tokens: prompt tokens found in the prefix cache, and taken from it.
-        disk_tokens: of the matched ones, those read from disk.
+        disk_tokens: of the matched ones, those read from disk, in `disk_seconds`.
         miss_reason: why nothing was taken; None after a hit.
         depth: bounded replays that the rows computed by this request descend from.
         keys: chain keys of the full blocks known so far.
@@ -81,6 +81,7 @@ class Request:
     matched_tokens: int = 0
     cached_tokens: int = 0
     disk_tokens: int = 0
+    disk_seconds: float = 0.0
     miss_reason: str | None = None
     depth: int = 0
     keys: list[bytes] = field(default_factory=list)
@@ -96,6 +97,11 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Whether every prompt row must run through the decoder, whatever the engine's mode."""
         return self.params.prompt_logprobs is not None
+
+    @property
+    def cached_from_disk(self) -> int:
+        """Of the tokens taken from the prefix cache, those whose rows came from disk."""
+        return min(self.disk_tokens, self.cached_tokens)
 
     @property
     def length(self) -> int:

@@ -16,15 +16,16 @@ from typing import Any
 
 import uvicorn
 
+from cedar.config.model_config import ModelConfig
 from cedar.config.modes import IndexKeyRule
+from cedar.config.presets import preset
 from cedar.errors import UsageError
 from cedar.llm import LLM
-from cedar.loading import PRESET_PREFIX, load, resolve_model
+from cedar.loading import PRESET_PREFIX, resolve_model
 from cedar.server.app import create_app
 from cedar.server.config import ServerConfig
 from cedar.server.service import Service, sampling_defaults
 from cedar.text.chat_template import load_chat_template
-from cedar.text.tokenizer import Tokenizer
 
 #: Context of a server that is not told one: the model's own, up to this many tokens.
 DEFAULT_MODEL_LEN = 8192
@@ -49,16 +50,22 @@ def build_service(
 
     Raises:
         CheckpointError, UsageError: as `cedar.load`.
+        StoreError: the prefix store cannot be opened, or another process writes it.
     """
-    loaded = load(model, kernels=kernels, dtype=dtype, index_key_rule=index_key_rule, seed=seed)
-    engine = dict(engine)
-    if engine.get("max_model_len") is None:
-        engine["max_model_len"] = min(loaded.config.max_position_embeddings, DEFAULT_MODEL_LEN)
+
+    def start(model_config: ModelConfig) -> LLM:
+        limit = engine.get("max_model_len")
+        if limit is None:
+            limit = min(model_config.max_position_embeddings, DEFAULT_MODEL_LEN)
+        return LLM(
+            model, kernels=kernels, dtype=dtype, index_key_rule=index_key_rule, seed=seed,
+            **{**engine, "max_model_len": limit},
+        )  # fmt: skip
+
     if model.startswith(PRESET_PREFIX):
         no_chat = "this model has random weights and no tokenizer; pass token ids"
-        return Service(LLM(loaded, **engine), config, no_chat=no_chat)
+        return Service(start(preset(model.removeprefix(PRESET_PREFIX))), config, no_chat=no_chat)
     directory = resolve_model(model)
-    tokenizer = Tokenizer.from_directory(directory)
     template, no_chat = None, ""
     try:
         template = load_chat_template(directory, template_file=chat_template)
@@ -66,10 +73,9 @@ def build_service(
         if chat_template is not None:
             raise
         no_chat = str(error)
-    return Service(
-        LLM(loaded, tokenizer=tokenizer, **engine), config, template=template, no_chat=no_chat,
-        defaults=sampling_defaults(directory),
-    )  # fmt: skip
+    defaults = sampling_defaults(directory)
+    llm = start(ModelConfig.from_pretrained(directory))
+    return Service(llm, config, template=template, no_chat=no_chat, defaults=defaults)
 
 
 def bind(config: ServerConfig) -> socket.socket:

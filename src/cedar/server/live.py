@@ -10,6 +10,7 @@ import html
 import logging
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -35,9 +36,13 @@ async function show() {
   try {
     const answer = await fetch("v1/requests");
     if (!answer.ok) return;
-    const { queue, cache } = await answer.json();
+    const { queue, cache, store } = await answer.json();
+    const megabytes = (bytes) => `${(bytes / 1e6).toFixed(1)} MB`;
+    const disk = store && `, disk hits ${store.hits}/${store.lookups}, ` +
+      `${megabytes(store.bytes_on_disk)} of ${megabytes(store.limit_bytes)}`;
     box.textContent = `running ${queue.running}, waiting ${queue.waiting}, KV blocks ` +
-      `${cache.used_blocks}/${cache.total_blocks}, prefix hits ${cache.hit_tokens} tokens`;
+      `${cache.used_blocks}/${cache.total_blocks}, prefix hits ${cache.hit_tokens} tokens` +
+      (disk ?? "");
     box.hidden = false;
   } catch { box.hidden = true; }
 }
@@ -60,7 +65,7 @@ def view(service: Service) -> dict[str, Any]:
     """The live view as plain data."""
     engine, snapshot = service.llm.engine, service.engine.snapshot()
     scheduler = engine.scheduler
-    stats = engine.pool.stats()
+    stats, tier = engine.pool.stats(), engine.tier
     return {
         "object": "list",
         "data": [_row(request) for request in (*scheduler.running, *scheduler.waiting)],
@@ -76,6 +81,7 @@ def view(service: Service) -> dict[str, Any]:
             "hit_tokens": stats.adopted * engine.config.block_size,
             "block_bytes": engine.runner.state.pool.block_bytes,
         },
+        "store": None if tier is None else asdict(tier.stats()),
     }  # fmt: skip
 
 
@@ -102,7 +108,8 @@ def _row(request: Request) -> dict[str, Any]:
     return {
         "id": request.request_id, "status": request.status.value,
         "prompt_tokens": len(request.prompt_ids), "read_tokens": request.read,
-        "cached_tokens": request.cached_tokens, "completion_tokens": len(request.output_ids),
+        "cached_tokens": request.cached_tokens, "disk_tokens": request.cached_from_disk,
+        "completion_tokens": len(request.output_ids),
         "max_tokens": request.params.max_tokens, "preemptions": request.preemptions,
         "age_seconds": round(time.monotonic() - request.arrival, 3),
     }  # fmt: skip

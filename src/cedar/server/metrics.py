@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cedar.engine.async_engine import AsyncEngine
+from cedar.engine.disk_tier import DiskStats
 from cedar.engine.request import Request
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -43,14 +44,25 @@ class Metrics:
 
         self._prompt = counter("prompt_tokens", "Prompt tokens of requests that were started")
         self._generated = counter("generation_tokens", "Tokens generated")
-        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up")
-        self._hits = counter("prefix_cache_hits", "Prompt tokens found and used")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in memory")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens used from memory")
+        self._has_disk = engine.engine.tier is not None
+        if self._has_disk:
+            self._disk_queries = counter(
+                "external_prefix_cache_queries", "Prompt tokens beyond memory, looked up on disk"
+            )
+            self._disk_hits = counter("external_prefix_cache_hits", "Prompt tokens used from disk")
+            self._disk_read = histogram("prefix_store_read_seconds", "Reading one prompt's blocks")
         self._finished = Counter(
             "cedar:request_success", "Completions that ended, by reason",
             ["model_name", "finished_reason"], registry=self.registry,
         )  # fmt: skip
         self._by_source = Counter(
             "cedar:prompt_tokens_by_source", "Prompt tokens by where their rows came from",
+            ["model_name", "source"], registry=self.registry,
+        )  # fmt: skip
+        self._cached_by_source = Counter(
+            "cedar:prompt_tokens_cached_by_source", "Prompt tokens taken from a cache, by tier",
             ["model_name", "source"], registry=self.registry,
         )  # fmt: skip
         self._refused = Counter(
@@ -76,12 +88,25 @@ class Metrics:
 
     def first_token(self, request: Request) -> None:
         """A completion has its first token."""
-        size, cached = len(request.prompt_ids), request.cached_tokens
+        size, cached, disk = (
+            len(request.prompt_ids), request.cached_tokens, request.cached_from_disk
+        )  # fmt: skip
+        memory = cached - disk
         self._prompt.inc(size)
         self._queries.inc(size)
-        self._hits.inc(cached)
-        self._by_source.labels(self._model, "local_cache_hit").inc(cached)
-        self._by_source.labels(self._model, "local_compute").inc(size - cached)
+        self._hits.inc(memory)
+        by_source = {"local_compute": size - cached, "local_cache_hit": memory}
+        by_tier = {"device": memory}
+        if self._has_disk:
+            self._disk_queries.inc(size - memory)
+            self._disk_hits.inc(disk)
+            if request.disk_tokens:
+                self._disk_read.observe(request.disk_seconds)
+            by_source["external_kv_transfer"] = by_tier["disk"] = disk
+        for source, tokens in by_source.items():
+            self._by_source.labels(self._model, source).inc(tokens)
+        for source, tokens in by_tier.items():
+            self._cached_by_source.labels(self._model, source).inc(tokens)
         if request.first_token is not None and request.started is not None:
             self._ttft.observe(request.first_token - request.arrival)
             self._queue.observe(request.started - request.arrival)
@@ -134,6 +159,46 @@ class _EngineCollector(Collector):
         yield counter("encode_tokens", "Tokens through the encoder", account.encode.tokens)
         yield counter("replay_tokens", "Prompt rows through the decoder", account.replay.tokens)
         yield counter("decode_tokens", "Tokens fed one by one", account.decode.tokens)
+        evicted = self._engine.engine.pool.stats().evicted
+        yield counter("prefix_cache_evicted_blocks", "Cached blocks overwritten", evicted)
+        tier = self._engine.engine.tier
+        if tier is not None:
+            yield from self._disk(tier.stats())
+
+    def _disk(self, disk: DiskStats) -> Iterable[Metric]:
+        """The prefix store on disk."""
+        for name, text, value in (
+            ("bytes", "Bytes of all files", disk.bytes_on_disk),
+            ("limit_bytes", "Most they may take", disk.limit_bytes),
+            ("records", "Records that can be read", disk.records),
+            (
+                "records_set_aside",
+                "Bad records that wait to be overwritten",
+                disk.records_set_aside,
+            ),
+        ):
+            yield self._gauge(f"prefix_store_{name}", text, value)
+        for name, text, value in (
+            ("lookups", "Requests whose prompt went on beyond memory", disk.lookups),
+            ("hits", "Of those, the ones that got a block", disk.hits),
+            ("read_bytes", "Payload bytes read", disk.read_bytes),
+            ("written_bytes", "Payload bytes written", disk.written_bytes),
+            ("written_records", "Records written", disk.written),
+            ("evicted_records", "Records that made room", disk.evicted),
+        ):
+            yield self._counter(f"prefix_store_{name}", text, value)
+        for name, text, reasons in (
+            ("dropped_records", "Records that were not written", disk.dropped),
+            ("missed_records", "Reads that gave nothing", disk.misses),
+            ("damaged_records", "Records set aside", disk.damaged),
+            ("errors", "Calls that failed", disk.errors),
+        ):
+            family = CounterMetricFamily(
+                f"cedar:prefix_store_{name}", text, labels=["model_name", "reason"]
+            )
+            for reason, count in reasons.items():
+                family.add_metric([*self._label, reason], count)
+            yield family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         return self._filled(GaugeMetricFamily, name, text, value)

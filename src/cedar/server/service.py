@@ -228,6 +228,7 @@ class Call:
             "prefix_cache": {
                 "matched_tokens": request.matched_tokens,
                 "cached_tokens": request.cached_tokens,
+                "disk_tokens": request.cached_from_disk,
                 "miss_reason": request.miss_reason,
             },
         }
