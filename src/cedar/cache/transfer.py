@@ -4,7 +4,9 @@ The payload of a block is, for every KV owner in ascending layer order,
 
     | its main rows of the block, first token first | its index keys, in the same order |
 
-exactly as the pool holds them; `KVPool.block_bytes` long. Called by the engine.
+exactly as the pool holds them; `KVPool.block_bytes` long. The payload of a window state is, for the
+leading layers in order, the ring of one sequence as it is: row of position p at p % window. Called by
+the engine.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from cedar.cache.kv_pool import KVPool
+from cedar.cache.state import ModelState
 from cedar.cache.store import PrefixStore
 from cedar.cache.store_format import RecordKind
 from cedar.cache.store_reader import PrefixReader
@@ -87,6 +90,40 @@ def load_prefix(
             load_payload(pool, block, hit.payload)
             depths.append(hit.info.depth)
     return depths
+
+
+def window_payload(state: ModelState, slot: int, layers: int) -> bytes | None:
+    """A copy of the windows of one sequence, as stored.
+
+    Args:
+        layers: how many, from the first.
+
+    Returns:
+        None while a window is not full of this sequence's own rows.
+    """
+    record, window = state.slots[slot], state.plan.sliding_window
+    full = record.encoder_length - record.encoder_floor >= window
+    if layers > state.plan.num_encoder_layers:
+        full &= record.decoder_length - record.decoder_floor >= window
+    return state.rings[:layers, slot].numpy().tobytes() if full else None
+
+
+def load_windows(state: ModelState, slot: int, layers: int, buffer: Bytes) -> None:
+    """Give a sequence that was placed at a position (`ForwardPass.rewind`) its windows there.
+
+    Raises:
+        UsageError: the payload has another length than the windows of these layers.
+    """
+    data, target = as_bytes(buffer), state.rings[:layers, slot]
+    if len(data) != target.numel():
+        raise UsageError(
+            f"the windows of {layers} layers have {target.numel()} bytes, the payload has {len(data)}"
+        )
+    target.numpy()[:] = np.frombuffer(data, dtype=np.uint8).reshape(target.shape)
+    record = state.slots[slot]
+    record.encoder_floor = 0
+    if layers > state.plan.num_encoder_layers:
+        record.decoder_floor = 0
 
 
 class StoreWriter:

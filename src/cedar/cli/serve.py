@@ -35,6 +35,8 @@ from cedar.units import parse_bytes
               help="Directory that keeps prefixes on disk, also after the server has ended.")  # fmt: skip
 @click.option("--prefix-store-size",
               help="Most that all files in it may take together, such as 8GiB (the default).")  # fmt: skip
+@click.option("--prefix-store-windows", is_flag=True,
+              help="Also keep windows there: no replay after a hit, several times the bytes.")  # fmt: skip
 @click.option("--encoder-replay", type=click.Choice(["bounded", "exact"]), default="bounded",
               show_default=True, help="How windows are rebuilt after a prefix hit.")  # fmt: skip
 @click.option("--decoder-prefill", type=click.Choice(["report", "cut", "exact", "full"]),
@@ -56,7 +58,8 @@ def serve(
     model: str, kernels: str, dtype: str, index_key_rule: str, seed: int, host: str, port: int,
     served_model_name: tuple[str, ...], api_key: tuple[str, ...], chat_template: Path | None,
     max_waiting: int, max_body_bytes: int, keep_alive_seconds: float, grace_seconds: float,
-    log_level: str, prefix_store_dir: Path | None, prefix_store_size: str | None, **engine: Any,
+    log_level: str, prefix_store_dir: Path | None, prefix_store_size: str | None,
+    prefix_store_windows: bool, **engine: Any,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP, with OpenAI's API."""
     logging.basicConfig(
@@ -70,7 +73,9 @@ def serve(
         ) from None
     from cedar.server.config import ServerConfig
 
-    engine |= _store_fields(prefix_store_dir, prefix_store_size, engine["enable_prefix_caching"])
+    engine |= _store_fields(
+        prefix_store_dir, prefix_store_size, prefix_store_windows, engine["enable_prefix_caching"]
+    )
     keys = api_key or tuple(filter(None, (os.environ.get("CEDAR_API_KEY"),)))
     config = ServerConfig(
         host=host, port=port, served_model_names=served_model_name or (model,), api_keys=keys,
@@ -88,17 +93,20 @@ def serve(
     server.run(sockets=[bound])
 
 
-def _store_fields(directory: Path | None, size: str | None, caching: bool) -> dict[str, Any]:
+def _store_fields(
+    directory: Path | None, size: str | None, windows: bool, caching: bool
+) -> dict[str, Any]:
     """Engine fields of the prefix store.
 
     Raises:
         UsageError: the size is no size, or an option has no effect without the other.
     """
     if directory is None:
-        if size is not None:
+        given = "--prefix-store-windows" if windows else f"--prefix-store-size {size}"
+        if windows or size is not None:
             raise UsageError(
-                f"--prefix-store-size {size} has no effect without a store; give "
-                f"--prefix-store-dir DIR as well, or leave it out"
+                f"{given} has no effect without a store; give --prefix-store-dir DIR as well, or "
+                f"leave it out"
             )
         return {}
     if not caching:
@@ -106,7 +114,9 @@ def _store_fields(directory: Path | None, size: str | None, caching: bool) -> di
             f"--no-enable-prefix-caching and --prefix-store-dir {directory} contradict each other: a "
             f"store is a prefix cache on disk; leave one of them out"
         )
-    fields: dict[str, Any] = {"prefix_store_dir": str(directory)}
+    fields: dict[str, Any] = {
+        "prefix_store_dir": str(directory), "prefix_store_windows": windows,
+    }  # fmt: skip
     if size is not None:
         fields["prefix_store_size"] = parse_bytes(size, "--prefix-store-size")
     return fields

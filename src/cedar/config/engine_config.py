@@ -25,6 +25,8 @@ class EngineConfig:
         prefix_store_dir: directory of the prefix store on disk; None = memory only. Switches
             enable_prefix_caching on.
         prefix_store_size: bytes that all files of the store may take together.
+        prefix_store_windows: also store the windows at the end of prompts and answers: such a prefix
+            goes on exactly and without a replay, and takes more bytes.
     """
 
     max_model_len: int = 4096
@@ -38,6 +40,7 @@ class EngineConfig:
     encoder_replay: str = "bounded"
     prefix_store_dir: str | None = None
     prefix_store_size: int = 8 << 30
+    prefix_store_windows: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
@@ -49,6 +52,10 @@ class EngineConfig:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise UsageError(
                 f"prefix_store_size={size!r} must be a whole number of bytes, at least 1"
+            )
+        if self.prefix_store_windows and self.prefix_store_dir is None:
+            raise UsageError(
+                "prefix_store_windows has no effect without a store; give prefix_store_dir as well"
             )
         if self.num_blocks is not None and self.num_blocks < 1:
             raise UsageError(f"num_blocks={self.num_blocks} must be at least 1, or None")

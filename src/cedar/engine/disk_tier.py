@@ -12,6 +12,8 @@ from types import TracebackType
 
 from cedar.cache.kv_pool import KVPool
 from cedar.cache.store import PrefixStore
+from cedar.cache.store_format import RecordKind
+from cedar.cache.store_records import Record
 from cedar.cache.transfer import StoreWriter, load_prefix
 
 
@@ -88,6 +90,32 @@ class DiskTier:
     ) -> None:
         """Copy what the store lacks of a sequence; another thread writes it."""
         self.writer.submit_chain(self._pool, start_key, keys, blocks, depths)
+
+    def load_windows(
+        self, keys: Sequence[bytes], max_depth: int | None
+    ) -> tuple[int, int, bytes] | None:
+        """The windows at the end of the last of some blocks that has any: its index, the replay depth
+        of the windows, the payload."""
+        there = self.store.contains_many(keys, kind=RecordKind.WINDOW, max_depth=max_depth)
+        for number in reversed([i for i, found in enumerate(there) if found]):
+            (hit,) = self.store.get_many(
+                [keys[number]], kind=RecordKind.WINDOW, max_depth=max_depth
+            )
+            if hit is not None:
+                return number, hit.info.depth, bytes(hit.payload)
+        return None
+
+    def save_windows(self, key: bytes, position: int, depth: int, payload: bytes) -> None:
+        """Store the windows at the end of a block, unless they are there; give the blocks first."""
+        if self.store.contains_many([key], kind=RecordKind.WINDOW, max_depth=depth)[0]:
+            self.store.touch([key], RecordKind.WINDOW)
+            return
+        self.writer.submit(
+            Record(
+                key=key, parent=key, start=position, tokens=0, depth=depth, payload=payload,
+                kind=RecordKind.WINDOW,
+            )
+        )  # fmt: skip
 
     def stats(self) -> DiskStats:
         """Sizes and counts; any thread may ask."""

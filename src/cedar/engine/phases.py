@@ -97,6 +97,26 @@ def boundary_rows(
     return replay_rows(plan, mode, replay_windows)[0].write
 
 
+def window_layers(plan: LayerPlan, mode: DecoderPrefill) -> int:
+    """Leading layers whose windows a stored prefix needs in order to go on without a replay.
+
+    Only `full` goes on in the decoder; the other modes start it anew from the prompt's last rows.
+    """
+    return len(plan) if mode == "full" else plan.num_encoder_layers
+
+
+def last_resume(plan: LayerPlan, mode: DecoderPrefill, replay_windows: int, prompt: int) -> int:
+    """Last position of a prompt from which stored windows alone let it go on as if never stopped.
+
+    What follows it must include every row that the decoder replays, and at least one.
+
+    Args:
+        prompt: tokens.
+    """
+    tail = 1 if mode == "full" else replay_rows(plan, mode, replay_windows)[0].write
+    return max(0, prompt - tail)
+
+
 def encoder_replay_rows(
     plan: LayerPlan, mode: EncoderReplay, *, windows: int, decoder_rows: int, suffix: int
 ) -> int:

@@ -1,8 +1,9 @@
 """`PrefixReuse`: which stored blocks a request may start from, and which it leaves findable.
 
 Pure accounting between the scheduler and the block pool; no tensors, no text. A hit is the longest
-run of leading blocks whose global rows are all there; windows are never stored, so the encoder runs
-again on the tokens before the hit's end (`phases.encoder_replay_rows`).
+run of leading blocks whose global rows are all there. Windows are not stored, so the encoder runs
+again on the tokens before the hit's end (`phases.encoder_replay_rows`); with `prefix_store_windows`
+they are, at the end of prompts and answers, and the encoder goes on from there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from cedar.cache.block_pool import BlockPool
 from cedar.cache.hashing import block_keys, chain_start, next_key
 from cedar.config.engine_config import EngineConfig
 from cedar.config.layer_plan import LayerPlan
-from cedar.engine.phases import boundary_rows, encoder_replay_rows
+from cedar.engine.phases import boundary_rows, encoder_replay_rows, last_resume
 from cedar.engine.request import Request
 
 
@@ -36,6 +37,16 @@ class BlockTier(Protocol):
         self, start_key: bytes, keys: Sequence[bytes], blocks: Sequence[int], depths: Sequence[int]
     ) -> None:
         """Keep a copy of a sequence's full blocks."""
+        ...
+
+    def load_windows(
+        self, keys: Sequence[bytes], max_depth: int | None
+    ) -> tuple[int, int, bytes] | None:
+        """Windows at the end of the last block that has any: its index, replay depth, payload."""
+        ...
+
+    def save_windows(self, key: bytes, position: int, depth: int, payload: bytes) -> None:
+        """Keep the windows at the end of a block."""
         ...
 
 
@@ -59,27 +70,51 @@ class PrefixReuse:
     def adopt(self, request: Request) -> list[int]:
         """Take the blocks a new request starts from; each gets a reference.
 
-        Sets the request's `keys`, `matched_tokens`, `cached_tokens`, `miss_reason`, `depth` and
-        `read` (where the encoder starts again, before the end of the hit).
+        Sets the request's `keys`, `matched_tokens`, `cached_tokens`, `miss_reason`, `depth`,
+        `window_at` and `read` (where the encoder starts again, before the end of the hit).
         """
         config = self._config
-        request.matched_tokens = request.cached_tokens = request.depth = 0
+        request.matched_tokens = request.cached_tokens = request.replayed_tokens = 0
+        request.depth = request.window_at = 0
+        if config.prefix_store_windows:
+            request.window_at = self._last_resume(request) // config.block_size * config.block_size
         request.keys = block_keys(
             self._root, request.prompt_ids, config.block_size, request.cache_salt
         )
         exact = config.encoder_replay == "exact"
-        found = self._find(request, max_depth=0 if exact else None)
+        max_depth = 0 if exact else None
+        found = self._find(request, max_depth)
         request.matched_tokens = len(found) * config.block_size
         request.miss_reason = self._why_not(request)
         if request.miss_reason is not None:
             self._pool.release(found)
             return []
         request.cached_tokens = request.matched_tokens
-        request.read = max(0, request.cached_tokens - self._replayed(request))
+        request.read = max(
+            0, request.cached_tokens - self._replayed(request, config.encoder_replay)
+        )
         request.depth = max(self._pool.depth_of(block) for block in found)
-        if request.read > 0 and not exact:
+        if not self._restore_windows(request, max_depth) and request.read > 0 and not exact:
             request.depth += 1
+        request.replayed_tokens = request.cached_tokens - request.read
         return found
+
+    def _restore_windows(self, request: Request, max_depth: int | None) -> bool:
+        """Go on from stored windows if that runs no more rows again than an exact replay would."""
+        config, size = self._config, self._config.block_size
+        if self._tier is None or not config.prefix_store_windows:
+            return False
+        last = min(request.cached_tokens, self._last_resume(request)) // size
+        first = max(0, request.cached_tokens - self._replayed(request, "exact") - 1) // size
+        if last <= first:
+            return False
+        found = self._tier.load_windows(request.keys[first:last], max_depth)
+        if found is None:
+            return False
+        number, depth, request.restored_windows = found
+        request.read = (first + number + 1) * size
+        request.depth = max(request.depth, depth)
+        return True
 
     def _find(self, request: Request, max_depth: int | None) -> list[int]:
         """The leading blocks that are in memory or on disk, each with a reference taken."""
@@ -125,6 +160,10 @@ class PrefixReuse:
                 depths[number] = min(depths[number], self._pool.depth_of(known))
         start = chain_start(self._root, request.cache_salt)
         self._tier.save(start, request.keys[: len(blocks)], blocks, depths)
+        for position, payload in request.windows.items():
+            key = request.keys[position // self._config.block_size - 1]
+            self._tier.save_windows(key, position, request.depth, payload)
+        request.windows = {}
 
     def publish(self, request: Request) -> None:
         """Make the blocks that a request has filled findable."""
@@ -154,13 +193,19 @@ class PrefixReuse:
             )
         return None
 
-    def _replayed(self, request: Request) -> int:
+    def _last_resume(self, request: Request) -> int:
+        """Last position of the prompt from which stored windows let it go on."""
+        config, plan = self._config, self._plan
+        mode = config.resolve_decoder_prefill(plan)
+        return last_resume(plan, mode, config.replay_windows, len(request.prompt_ids))  # type: ignore[arg-type]
+
+    def _replayed(self, request: Request, encoder_replay: str) -> int:
         """Tokens before the end of the hit that run through the encoder again."""
         config, plan = self._config, self._plan
         suffix = len(request.prompt_ids) - request.cached_tokens
         mode = config.resolve_decoder_prefill(plan)
         rows = boundary_rows(plan, mode, config.replay_windows, suffix=suffix)  # type: ignore[arg-type]
         return encoder_replay_rows(
-            plan, config.encoder_replay, windows=1,  # type: ignore[arg-type]
+            plan, encoder_replay, windows=1,  # type: ignore[arg-type]
             decoder_rows=min(rows, len(request.prompt_ids)), suffix=suffix,
         )  # fmt: skip

@@ -53,11 +53,15 @@ class Request:
         cache_salt: separates tenants in the prefix cache.
         matched_tokens, cached_tokens: prompt tokens found in the prefix cache, and taken from it.
         disk_tokens: of the matched ones, those read from disk, in `disk_seconds`.
+        replayed_tokens: of those taken, the ones that run through the encoder again.
         miss_reason: why nothing was taken; None after a hit.
         depth: bounded replays that the rows computed by this request descend from.
         keys: chain keys of the full blocks known so far.
         published: leading blocks that have been made findable.
         is_placed: whether its slot has been set up since it was admitted.
+        window_at: prompt position whose windows will be stored; a chunk ends there. 0 = none.
+        windows: window state by position, until it is handed to the store.
+        restored_windows: window state at `read`, until the slot is set up; None = none was stored.
         prompt_logprobs: entries of each prompt token read so far, when asked for; None for the
             first token, which nothing predicts.
         arrival, started, first_token, finished_at: monotonic seconds.
@@ -82,11 +86,15 @@ class Request:
     cached_tokens: int = 0
     disk_tokens: int = 0
     disk_seconds: float = 0.0
+    replayed_tokens: int = 0
     miss_reason: str | None = None
     depth: int = 0
     keys: list[bytes] = field(default_factory=list)
     published: int = 0
     is_placed: bool = False
+    window_at: int = 0
+    windows: dict[int, bytes] = field(default_factory=dict)
+    restored_windows: bytes | None = None
     prompt_logprobs: list[tuple[Logprob, ...] | None] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
     started: float | None = None
@@ -148,3 +156,4 @@ class Request:
         self.slot, self.block_ids = None, []
         self.read = self.redone = self.published = 0
         self.is_placed = False
+        self.windows, self.restored_windows = {}, None

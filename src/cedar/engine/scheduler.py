@@ -130,6 +130,8 @@ class Scheduler:
 
     def _add_chunk(self, request: Request, budget: int, prefills: list[PrefillChunk]) -> int:
         count = min(budget, len(request.prompt_ids) - request.read)
+        if request.read < request.window_at:
+            count = min(count, request.window_at - request.read)
         prefills.append(PrefillChunk(request, request.read, count))
         return count
 

@@ -229,6 +229,7 @@ class Call:
                 "matched_tokens": request.matched_tokens,
                 "cached_tokens": request.cached_tokens,
                 "disk_tokens": request.cached_from_disk,
+                "replayed_tokens": request.replayed_tokens,
                 "miss_reason": request.miss_reason,
             },
         }
