@@ -1,9 +1,14 @@
-"""`cedar bench kernels | offline | scaling | serving`: ratios taken in one run, as a table or as JSON."""
+"""`cedar bench kernels | offline | scaling | serving | prefix`: ratios taken in one run.
+
+Each prints a table, or one JSON document.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import click
@@ -193,3 +198,68 @@ def serving(
             f"{format_seconds(times['p99']):>10}"
         )
     _emit({"environment": environment(), "model": model, **document}, table, as_json)
+
+
+@bench.command()
+@click.option("--preset", "preset_name", default="article-thin", show_default=True)
+@click.option("--tokens", type=click.IntRange(min=1), default=30_000, show_default=True,
+              help="Prompt that is read cold, from disk and from memory.")  # fmt: skip
+@click.option("--turns", type=click.IntRange(min=0), default=20, show_default=True,
+              help="Turns of the conversation whose bytes are measured; 0 leaves it out.")  # fmt: skip
+@click.option("--turn-tokens", type=click.IntRange(min=2), default=1500, show_default=True)
+@click.option("--answer-tokens", type=click.IntRange(min=1), default=150, show_default=True,
+              help="Those of a turn that are generated.")  # fmt: skip
+@click.option("--directory", type=click.Path(path_type=Path, file_okay=False, exists=True),
+              help="A place on the disk to measure; default: the one for temporary files.")  # fmt: skip
+@_ROUNDS
+@_JSON
+def prefix(
+    preset_name: str, tokens: int, turns: int, turn_tokens: int, answer_tokens: int,
+    directory: Path | None, rounds: int, as_json: bool,
+) -> None:  # fmt: skip
+    """A prompt that was read before: cold, from disk, from memory; and bytes on disk."""
+    from cedar.bench.prefix import conversation_bytes, run_prefix
+    from cedar.bench.record import environment
+    from cedar.config.presets import preset
+    from cedar.loading import from_config
+
+    if answer_tokens >= turn_tokens:
+        raise UsageError(
+            f"--answer-tokens {answer_tokens} leaves nothing of --turn-tokens {turn_tokens} to read; "
+            f"lower it to {turn_tokens - 1} or less"
+        )
+    native, _ = _backends()
+    config = preset(preset_name)
+    document: dict[str, Any] = {"environment": environment(), "preset": preset_name}
+    with tempfile.TemporaryDirectory(prefix="cedar-bench-", dir=directory) as place:
+        times = run_prefix(
+            from_config(config, ops=native), Path(place) / "prompt", tokens=tokens, rounds=rounds,
+            progress=_say,
+        )  # fmt: skip
+        document["times"] = times.to_dict()
+        table = [
+            f"{preset_name}, a prompt of {tokens:,} tokens: {times.cached_tokens:,} cached, "
+            f"{times.replayed_tokens:,} of them replayed",
+            f"  cold prefill      {format_seconds(times.disk.b_seconds):>10}",
+        ]
+        for name, ratio in (("from disk", times.disk), ("from memory", times.memory)):
+            table.append(
+                f"  {name:<16}  {format_seconds(ratio.a_seconds):>10}  1/{ratio.speedup:.1f} of cold "
+                f"(quartiles 1/{ratio.low:.1f}..1/{ratio.high:.1f}, {rounds} rounds)"
+            )
+        table.append(f"  {format_bytes(times.read_bytes)} read from disk")
+        if turns:
+            stored = conversation_bytes(
+                config, native, Path(place), turns=turns, turn_tokens=turn_tokens,
+                answer_tokens=answer_tokens, progress=_say,
+            )  # fmt: skip
+            document["conversation"] = stored.to_dict()
+            table += [
+                f"{turns} turns of {turn_tokens:,} tokens on disk",
+                f"  shared rows                    {format_bytes(stored.rows):>12}",
+                f"  shared rows and windows        {format_bytes(stored.with_windows):>12}  "
+                f"{stored.rows / stored.with_windows:.3f}",
+                f"  rows of every layer, windows   {format_bytes(stored.baseline):>12}  "
+                f"{stored.rows / stored.baseline:.4f}, 1/{stored.baseline / stored.rows:.2f}",
+            ]
+    _emit(document, table, as_json)
