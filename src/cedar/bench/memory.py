@@ -5,6 +5,7 @@ Used by `flows.py` and the scaling benchmark.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from pathlib import Path
@@ -23,6 +24,14 @@ def resident_bytes() -> int:
         return 0
 
 
+def give_back() -> None:
+    """Return freed memory to the system, so that what is used next counts again; glibc only."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 class PeakMemory:
     """Context manager; `peak_bytes` is the most the resident set rose above its entry."""
 
@@ -33,7 +42,7 @@ class PeakMemory:
         self._start = 0
 
     def __enter__(self) -> PeakMemory:
-        gc.collect()
+        give_back()
         self._start = resident_bytes()
         self._thread.start()
         return self
