@@ -1,8 +1,11 @@
 """The server against the offline engine: what HTTP, text and JSON cost, in one run.
 
 A is a server on loopback with `streams` clients, B the offline API on the same model object, the
-same prompts and parameters; they are timed turn by turn. The clients live in a process of their own
-and read raw bytes, so that they cost next to nothing; on one core even that is part of the ratio.
+same prompts and parameters; they are timed turn by turn. The offline call has every prompt at
+once, so the server's engine is held until every request has come: both run the same batches. What
+reading the requests takes counts, in seconds and in processor seconds. The clients live in a process
+of their own and read raw bytes: they are not in the processor seconds, but where they share a core with
+the server they are in the seconds.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from cedar.server.service import Service
 from cedar.text.tokenizer import Tokenizer
 
 _HOST = "127.0.0.1"
+_POLL_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ def run_serving(
 
     def serve() -> None:
         begin = time.process_time()
+        _hold_until_waiting(service, streams)
         here.send(True)
         for start, times in here.recv():
             ttft.append(times[0] - start)
@@ -132,6 +137,16 @@ def run_serving(
         thread.join()
     cpu = ratio_of(used["server"][1:], used["offline"][1:])  # without the warm-up
     return ServingResult(streams, prompt_tokens, output_tokens, ratio, cpu, ttft, gaps)
+
+
+def _hold_until_waiting(service: Service, streams: int) -> None:
+    """Let the engine start when so many requests wait for it."""
+
+    def hold() -> None:
+        while service.engine.snapshot().waiting < streams:
+            time.sleep(_POLL_SECONDS)
+
+    service.engine.tell(hold)
 
 
 def _clients(pipe: Any, port: int, bodies: list[bytes]) -> None:

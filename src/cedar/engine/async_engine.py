@@ -164,8 +164,12 @@ class AsyncEngine:
                 f"{waiting} requests are waiting, the limit is {self._max_waiting}; try again later"
             )
 
+    def tell(self, work: Command) -> None:
+        """Run a function on the engine thread between two steps; do not wait for it."""
+        self._commands.put(work)
+
     async def call(self, work: Callable[[], object]) -> object:
-        """Run a function on the engine thread between two steps, and wait for its result."""
+        """As `tell`, but wait for the function's result."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[object] = loop.create_future()
 

@@ -1,7 +1,8 @@
 """`OutputStream`: tokens of one client's completions, from the engine thread to an asyncio consumer.
 
 Made by `async_engine.py`; read by the server. A step's outputs arrive together and are taken
-together, so that a consumer that falls behind catches up in one go.
+together, so that a consumer that falls behind catches up in one go. Every token passes here on its
+way to a client, so waiting makes one future and no timer: see `_expire`.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class OutputStream:
         self.open_ids = set(self.requests)
         self._end = end
         self._items: list[Item] = []
-        self._arrived = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
+        self._deadline: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     def put(self, items: Sequence[Item]) -> None:
         """Take items; runs on the loop."""
         self._items += items
-        self._arrived.set()
+        self._wake()
 
     async def next(self, timeout: float | None = None) -> list[StepOutput]:
         """Every output that has come since the last call; waits for at least one.
@@ -54,10 +57,11 @@ class OutputStream:
             EngineDeadError and others: what ended the engine or refused a request.
         """
         while True:
-            if not self._items and not await self._wait(timeout):
+            if not self._items:
+                await self._wait(timeout)
+            if not self._items:
                 return []
             items, self._items = self._items, []
-            self._arrived.clear()
             outputs = self._accept(items)
             if outputs:
                 return outputs
@@ -72,14 +76,44 @@ class OutputStream:
         """End every completion that is still open."""
         for request_id in sorted(self.open_ids):
             self.end(request_id)
+        if self._timer is not None:
+            self._timer.cancel()
 
-    async def _wait(self, timeout: float | None) -> bool:
+    async def _wait(self, timeout: float | None) -> None:
+        """Until items have come or `timeout` seconds have passed."""
+        self._deadline = None if timeout is None else self.loop.time() + timeout
+        if self._deadline is not None:
+            self._look_at(self._deadline)
+        self._waiter = self.loop.create_future()
         try:
-            async with asyncio.timeout(timeout):
-                await self._arrived.wait()
-        except TimeoutError:
-            return False
-        return True
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _look_at(self, moment: float) -> None:
+        """Have the timer fire at `moment` or before."""
+        if self._timer is not None:
+            if self._timer.when() <= moment:
+                return
+            self._timer.cancel()
+        self._timer = self.loop.call_at(moment, self._expire)
+
+    def _expire(self) -> None:
+        """The timer has fired: wake the consumer if it is due, else look again when it will be.
+
+        A wait only moves the deadline; the timer is set once per timeout, not once per token.
+        """
+        self._timer = None
+        if self._deadline is None or self._waiter is None:
+            return
+        if self.loop.time() >= self._deadline:
+            self._wake()
+        else:
+            self._look_at(self._deadline)
 
     def _accept(self, items: Sequence[Item]) -> list[StepOutput]:
         outputs = []

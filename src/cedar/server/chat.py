@@ -115,7 +115,7 @@ def _open(service: Service, body: ChatBody) -> tuple[Call, list[_Answer]]:
             request, index, text, silent_ids=silent, stop_ids=params.stop_token_ids,
             metrics=service.metrics,
         )  # fmt: skip
-        call.choices.append(completion)
+        call.add(completion)
         has_thoughts = reasons or is_dsml or tokenizer.token_to_id(THINK_CLOSE) is not None
         splitter = ReasoningSplitter(reasons) if has_thoughts else None
         answers.append(

@@ -16,9 +16,9 @@ from cedar.server.metrics import Metrics
 from cedar.text.completion import CompletionText
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
-    """What one token added.
+    """What one token added. Not frozen: one is made per token, and freezing triples its cost.
 
     Attributes:
         text: released now; often empty.

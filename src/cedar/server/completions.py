@@ -110,7 +110,7 @@ async def _open(service: Service, body: CompletionBody) -> tuple[Call, list[_Cho
             request, index, text, silent_ids=(), stop_ids=params.stop_token_ids,
             metrics=service.metrics,
         )  # fmt: skip
-        call.choices.append(completion)
+        call.add(completion)
         prompt, echoed = prompts[index // call.n], None
         if body.echo:
             echoed = prompt if isinstance(prompt, str) else _decoded(service, prompt)

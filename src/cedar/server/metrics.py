@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from cedar.engine.async_engine import AsyncEngine
 from cedar.engine.disk_tier import DiskStats
 from cedar.engine.request import Request
+from cedar.server.token_metrics import TokenMetrics
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
@@ -43,7 +44,6 @@ class Metrics:
             return made.labels(model_name)
 
         self._prompt = counter("prompt_tokens", "Prompt tokens of requests that were started")
-        self._generated = counter("generation_tokens", "Tokens generated")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in memory")
         self._hits = counter("prefix_cache_hits", "Prompt tokens used from memory")
         self._has_disk = engine.engine.tier is not None
@@ -70,7 +70,6 @@ class Metrics:
             ["model_name", "status"], registry=self.registry,
         )  # fmt: skip
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token")
-        self._itl = histogram("inter_token_latency_seconds", "Between two tokens of a completion")
         self._tpot = histogram("request_time_per_output_token_seconds", "Mean time per token")
         self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end")
         self._queue = histogram("request_queue_time_seconds", "Arrival to first step")
@@ -79,6 +78,9 @@ class Metrics:
         self._prompt_size = histogram("request_prompt_tokens", "Prompt tokens", _TOKENS)
         self._output_size = histogram("request_generation_tokens", "Tokens generated", _TOKENS)
         self._iteration = histogram("iteration_tokens_total", "New tokens per step", _TOKENS)
+        self._tokens = TokenMetrics(model_name, _SECONDS)
+        self.token = self._tokens.add  # called once per token and stream
+        self.registry.register(self._tokens)
         self.registry.register(_EngineCollector(engine, model_name))
 
     def step(self, num_outputs: int) -> None:
@@ -111,12 +113,6 @@ class Metrics:
             self._ttft.observe(request.first_token - request.arrival)
             self._queue.observe(request.started - request.arrival)
             self._prefill.observe(request.first_token - request.started)
-
-    def token(self, seconds: float | None) -> None:
-        """A token has been handed to its client, `seconds` after the one before."""
-        self._generated.inc()
-        if seconds is not None:
-            self._itl.observe(seconds)
 
     def finished(self, request: Request, reason: str, num_tokens: int) -> None:
         """A completion has ended."""

@@ -176,7 +176,7 @@ class Call:
 
     Attributes:
         id, created: of the response.   n: completions per prompt.
-        requests: by number of the choice.   choices: filled by the endpoint in the same order.
+        requests: by number of the choice.   choices: in the same order; the endpoint adds them.
     """
 
     stream: OutputStream
@@ -186,13 +186,19 @@ class Call:
         self.id, self.created, self.n = name, int(time.time()), n
         self.requests: list[Request] = []
         self.choices: list[Completion] = []
+        self._by_id: dict[str, Completion] = {}
+
+    def add(self, choice: Completion) -> None:
+        """Add the next choice; they come in the order of `requests`."""
+        self.choices.append(choice)
+        self._by_id[choice.request.request_id] = choice
 
     async def next(self, timeout: float | None = None) -> list[tuple[int, Piece]]:
         """Number of the choice and what it says next; empty when `timeout` seconds have passed."""
         pieces = []
         for output in await self.stream.next(timeout):
             name = output.request.request_id
-            choice = self.choices[int(name.rsplit("-", 1)[1])]
+            choice = self._by_id[name]
             if choice.finish_reason is not None:
                 continue  # a stop string ended it while this token was on its way
             piece = choice.take(output)

@@ -58,7 +58,7 @@ class EventStream(Response):
         try:
             try:
                 async for chunk in self._events:
-                    await _send_body(send, chunk, more=True)
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
             except Exception as error:  # the border: headers are out, so it can only be an event
                 await _send_body(send, event(problem_of(error).body), more=True)
         finally:

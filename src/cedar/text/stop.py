@@ -45,6 +45,8 @@ class StopStrings:
             The text that may leave now, and the stop string once one has been found.  The text ends
             before the stop string.  After a match no more text leaves.
         """
+        if not self._stops:
+            return text, None
         if self._matched is not None:
             return "", self._matched
         seen = self._held + text

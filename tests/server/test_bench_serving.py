@@ -1,0 +1,38 @@
+"""`cedar bench serving` compares the same work: equal batches on both sides, every token counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cedar.bench.serving import run_serving
+from cedar.engine.engine import Engine
+from cedar.loading import load
+from cedar.text.tokenizer import Tokenizer
+
+STREAMS, PROMPT, OUTPUT, ROUNDS = 3, 8, 5, 5
+
+
+def test_server_and_offline_engine_run_the_same_batches(
+    tiny_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: dict[int, list[int]] = {}
+    original = Engine.step
+
+    def step(engine: Engine) -> Any:
+        outputs = original(engine)
+        batches.setdefault(id(engine), []).append(len(outputs))
+        return outputs
+
+    monkeypatch.setattr(Engine, "step", step)
+    result = run_serving(
+        load(tiny_directory, dtype="float32"), Tokenizer.from_directory(tiny_directory),
+        streams=STREAMS, prompt_tokens=PROMPT, output_tokens=OUTPUT, rounds=ROUNDS,
+    )  # fmt: skip
+    assert list(batches.values()) == [[STREAMS] * OUTPUT * (ROUNDS + 1)] * 2
+    document = result.to_dict()
+    assert document["rounds"] == ROUNDS and document["server_seconds"] > 0
+    assert len(result.ttft) == STREAMS * (ROUNDS + 1)
+    assert 0 < document["inter_token_seconds"]["p50"] <= document["inter_token_seconds"]["p99"]
