@@ -13,9 +13,15 @@ from server_api import Api
 HEADERS = [(b"content-type", b"application/json")]
 
 
-async def leave(api: Api, path: str, body: dict[str, Any], after: int | float) -> int:
-    """Send a request and leave after so many body chunks (int) or seconds (float); chunks seen."""
-    raw, gone = json.dumps(body).encode(), asyncio.Event()
+async def leave(
+    api: Api, path: str, body: dict[str, Any], after: int | float | asyncio.Event
+) -> int:
+    """Send a request and leave after so many body chunks (int) or seconds (float), or at an event.
+
+    Returns the number of chunks that came.
+    """
+    raw = json.dumps(body).encode()
+    gone = after if isinstance(after, asyncio.Event) else asyncio.Event()
     requests, chunks = [{"type": "http.request", "body": raw, "more_body": False}], 0
 
     async def receive() -> dict[str, Any]:

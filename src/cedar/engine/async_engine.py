@@ -219,15 +219,19 @@ class AsyncEngine:
                 self._obey(wait=not self.engine.has_work)
                 if not self.engine.has_work:
                     continue
-                outputs = self.engine.step()
-                self._deliver([(output.request.request_id, output) for output in outputs])
-                if self._on_step is not None:
-                    self._on_step(outputs)
+                self._step()
         except BaseException as error:  # the border: nothing above this thread could see it
             logger.exception("engine thread died")
             self._failure = error
         finally:
             self._end_all()
+
+    def _step(self) -> None:
+        # Of its own, so that an idle engine's thread holds no output, and with it no prompt.
+        outputs = self.engine.step()
+        self._deliver([(output.request.request_id, output) for output in outputs])
+        if self._on_step is not None:
+            self._on_step(outputs)
 
     def _obey(self, *, wait: bool) -> None:
         """Run queued commands; when idle, wait for one."""
