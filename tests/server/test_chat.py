@@ -120,6 +120,7 @@ def test_a_users_text_never_becomes_a_control_token(api: Api) -> None:
     [
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tools": [TOOL]}, "tools"),
         ({"messages": []}, "messages"),

@@ -129,6 +129,14 @@ def test_models_are_found_by_their_served_names_only(api: Api) -> None:
     assert api.post(COMPLETIONS, {"model": "alias", "prompt": "x"}).status_code == 200
 
 
+def test_a_wrong_path_or_method_is_told_what_there_is(api: Api) -> None:
+    missing = api.post("/chat/completions", {}).json()["error"]
+    assert "'/chat/completions'" in missing["message"] and CHAT in missing["message"]
+    wrong = api.get(CHAT)
+    assert wrong.json()["error"]["message"] == f"GET is not served at '{CHAT}'; allowed: POST"
+    assert wrong.headers["allow"] == "POST"
+
+
 def test_unknown_paths_methods_and_broken_bodies_get_error_objects(api: Api) -> None:
     for method, path, content, status in (
         ("GET", "/v2/nothing", None, 404),

@@ -15,7 +15,7 @@ from cedar.errors import CedarError
 from cedar.server import health, live, models, tokenization
 from cedar.server.chat import chat_completions
 from cedar.server.completions import completions
-from cedar.server.errors import problem_of, to_response
+from cedar.server.errors import ApiError, problem_of, to_response
 from cedar.server.gate import Gate
 from cedar.server.protocol import (
     Body,
@@ -79,10 +79,26 @@ def _add_post(app: FastAPI, path: str, handler: Handler, kind: type[Body]) -> No
     )  # fmt: skip
 
 
+def _no_route(request: Request, error: HTTPException) -> Exception:
+    """Say what was asked for and what there is, where HTTP itself only has the status."""
+    path = request.url.path[:200]
+    if error.status_code == 404:
+        served = ", ".join(sorted(route.path for route in request.app.routes))
+        return ApiError(f"there is nothing at {path!r}; served: {served}", status=404)
+    if error.status_code == 405:
+        headers = dict(error.headers or {})
+        allowed = headers.get("Allow", "another method")
+        message = f"{request.method[:20]} is not served at {path!r}; allowed: {allowed}"
+        return ApiError(message, status=405, headers=headers)
+    return error
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_LEFT)
     service: Service = request.app.state.service
+    if isinstance(error, HTTPException):
+        error = _no_route(request, error)
     problem = problem_of(error, service.config.retry_after_seconds)
     service.metrics.refused(problem.status)
     return to_response(problem)

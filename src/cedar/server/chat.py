@@ -134,7 +134,8 @@ def _tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, bool]:
         )
     if body.tool_choice not in (None, "none", "auto"):
         raise RequestError(
-            "tool_choice must be 'none' or 'auto': calls cannot be forced by this version",
+            f"tool_choice={str(body.tool_choice)[:200]!r} is not supported: this version cannot force "
+            "a call; use 'auto' (the model decides) or 'none'",
             param="tool_choice",
         )
     if body.tool_choice == "none":
