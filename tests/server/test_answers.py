@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,9 @@ def test_a_hit_in_the_prefix_cache_is_reported_and_changes_no_exact_answer(
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached > 0 and cached % 8 == 0
     assert second["cedar"]["prefix_cache"]["cached_tokens"] == cached
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = api.stream("/v1/completions", {**body, **options})
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
     salted = api.post("/v1/completions", {**body, "cache_salt": "other tenant"}).json()
     assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
@@ -189,6 +193,29 @@ def test_logprobs_are_valid_json_with_the_drawn_token_first_and_no_infinity(api:
         assert bytes(entry["bytes"]).decode("utf-8", "replace")
     text = {"prompt": "x", "max_tokens": 3, "logprobs": 20, "logit_bias": bias}
     json.loads(api.post("/v1/completions", text).text, parse_constant=strict)
+
+
+def test_likely_tokens_are_fewer_than_asked_for_where_fewer_can_be_drawn(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cedar.engine import runner, sampler
+
+    def two_possible(logits: torch.Tensor, *arguments: Any, **more: Any) -> sampler.Sampled:
+        masked = torch.full_like(logits, float("-inf"))
+        masked[[40, 41]] = logits[[40, 41]]
+        return sampler.sample(masked, *arguments, **more)
+
+    monkeypatch.setattr(runner, "sample", two_possible)
+    body = {"max_tokens": 3, "ignore_eos": True}
+    chat = {**body, "messages": [{"role": "user", "content": "hi"}], "logprobs": True,
+            "top_logprobs": 5}  # fmt: skip
+    content = api.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [2, 2, 2]
+    plain = api.post("/v1/completions", {**body, "prompt": "x", "logprobs": 5}).json()
+    logprobs = plain["choices"][0]["logprobs"]
+    assert [len(top) for top in logprobs["top_logprobs"]] == [2, 2, 2]
+    for values in logprobs["top_logprobs"]:
+        assert sum(math.exp(value) for value in values.values()) == pytest.approx(1, abs=1e-4)
 
 
 def test_tokens_go_there_and_back(api: Api) -> None:
