@@ -6,14 +6,21 @@ differ in nothing else. A trained model runs the flows its weights support, and 
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cedar.bench.memory import PeakMemory
+from cedar.cache.hashing import KEY_BYTES, block_keys, chain_start
+from cedar.cache.state import ModelState
+from cedar.cache.store import PrefixStore
+from cedar.cache.store_records import Record
+from cedar.cache.transfer import block_payload
 from cedar.config.flows import FLOWS, Flow, flow_config
 from cedar.config.model_config import ModelConfig
 from cedar.config.weight_schema import weight_schema
@@ -27,6 +34,14 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class Persisted:
+    """Bytes in a prefix store: of rows, and of its files."""
+
+    row_bytes: int
+    file_bytes: int
+
+
+@dataclass(frozen=True)
 class FlowRun:
     """What one flow did.
 
@@ -34,6 +49,7 @@ class FlowRun:
         flow: which.   decoder_prefill: how the prompt was read.
         account: tokens, layers and seconds of the phases.
         kv_bytes, window_bytes: in use after the last token, counted from the buffers.
+        persisted: what a prefix store took of it.
         first_token_seconds: prefill wall time.   decode_seconds: of all steps.
         peak_bytes: most memory in use above the start of the run (resident set).
         output_ids: greedy tokens.
@@ -44,6 +60,7 @@ class FlowRun:
     account: Account
     kv_bytes: int
     window_bytes: int
+    persisted: Persisted
     first_token_seconds: float
     decode_seconds: float
     peak_bytes: int
@@ -67,9 +84,9 @@ class FlowRun:
             "prefill_token_layers": account.encode.token_layers + decoder,
             "phases": account.to_dict(),
             "peak_bytes": self.peak_bytes,
-            # The prefix store writes whole rows of global KV and nothing else.
-            "persisted_bytes": self.kv_bytes,
-            "persisted_kind": "derived: bytes the prefix store would write for every stored token",
+            "persisted_bytes": self.persisted.row_bytes,
+            "persisted_file_bytes": self.persisted.file_bytes,
+            "persisted_kind": "measured: rows of complete blocks in a prefix store without windows",
         }
 
 
@@ -140,11 +157,39 @@ def run_flow(
         account=account,
         kv_bytes=state.kv_bytes(),
         window_bytes=state.window_bytes(),
+        persisted=persist(state, [*prompt, *output]),
         first_token_seconds=prefill_seconds,
         decode_seconds=decode_seconds,
         peak_bytes=memory.peak_bytes,
         output_ids=tuple(output),
     )
+
+
+def persist(state: ModelState, token_ids: Sequence[int]) -> Persisted:
+    """Write the complete blocks of a state's one sequence to a prefix store that is thrown away."""
+    pool, root = state.pool, bytes(KEY_BYTES)
+    keys = block_keys(root, token_ids, pool.block_size)
+    parents = [chain_start(root), *keys]
+    limit = 2 * pool.nbytes + 64 * 2**20
+    with (
+        tempfile.TemporaryDirectory(prefix="cedar-compare-") as made,
+        PrefixStore(
+            Path(made) / "store", root=root, limit_bytes=limit, record_bytes=pool.block_bytes
+        ) as store,
+    ):
+        store.put_many(
+            [
+                Record(
+                    key=key, parent=parents[number], start=number * pool.block_size,
+                    tokens=pool.block_size,
+                    payload=block_payload(pool, int(state.tables[0, number])),
+                )
+                for number, key in enumerate(keys)
+            ]
+        )  # fmt: skip
+        store.flush()
+        stats = store.stats()
+        return Persisted(stats.counts.get("stored_bytes", 0), stats.bytes_on_disk)
 
 
 def _read(

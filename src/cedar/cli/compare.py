@@ -15,7 +15,7 @@ from cedar.planner.export import make_report, to_json
 from cedar.planner.flows import Planner
 from cedar.planner.request import Request
 from cedar.planner.source import resolve_model
-from cedar.units import format_bytes, format_count, format_seconds
+from cedar.units import format_bytes, format_count, format_flops, format_seconds
 
 if TYPE_CHECKING:
     from cedar.bench.flows import FlowRun
@@ -135,6 +135,8 @@ def _table(record: dict[str, Any], runs: dict[Any, FlowRun]) -> str:
     row("tokens x layers, prefill", measured("prefill_token_layers", count))
     row("  of these in the decoder", measured("decoder_token_layers", count))
     row("tokens x layers, decode", measured("decode_token_layers", count))
+    row("FLOPs, prefill", lambda flow: format_flops(flow["flops"]["prefill"]["total"]))
+    row("FLOPs, a decode token", lambda flow: format_flops(flow["flops"]["decode_token"]))
     row("prefill time", measured("prefill_seconds", format_seconds))
     row("decode time", measured("decode_seconds", format_seconds))
     row("KV bytes, measured", measured("kv_bytes", count))
@@ -142,7 +144,9 @@ def _table(record: dict[str, Any], runs: dict[Any, FlowRun]) -> str:
     row("KV, the article prints", lambda flow: format_bytes(flow["quoted"]["kv_bytes"]))
     row("window bytes, measured", measured("window_bytes", count))
     row("window bytes, ledger", lambda flow: count(flow["window_bytes"]))
-    row("persisted by a prefix store", measured("persisted_bytes", count))
+    row("persisted rows, measured", measured("persisted_bytes", count))
+    row("persisted rows, ledger", lambda flow: count(flow["store"]["complete_block_bytes"]))
+    row("  files of the prefix store", measured("persisted_file_bytes", count))
     row("activated parameters, prefill", lambda flow: format_count(flow["activated_prefill"]))
     row("activated parameters, decode", lambda flow: format_count(flow["activated_decode"]))
     row("peak memory above start", measured("peak_bytes", format_bytes))
@@ -155,4 +159,8 @@ def _table(record: dict[str, Any], runs: dict[Any, FlowRun]) -> str:
     for flow in flows:
         if "not_measured" in record["flows"][flow]:
             lines.append(f"{flow}: not run, {record['flows'][flow]['not_measured']}")
+    for flow in flows:
+        text = record["flows"][flow].get("measured", {}).get("text")
+        if text is not None:
+            lines += ["", f"{flow} wrote: {text}"]
     return "\n".join(lines)

@@ -1,0 +1,87 @@
+"""`cedar compare` from the outside: what it ran and stored, beside the ledger."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from cedar.cli.compare import compare
+from cedar.errors import UsageError
+
+
+def run(*arguments: object) -> str:
+    """Standard output of `cedar compare ARGUMENTS`; errors propagate as the entry point sees them."""
+    result = CliRunner().invoke(compare, [str(a) for a in arguments], standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    """Four flows of the small article plan: 300 tokens in, 20 out."""
+    arguments = ("preset:tiny-article", "--input-tokens", 300, "--output-tokens", 20, "--json")
+    document: dict[str, Any] = json.loads(run(*arguments))
+    return document
+
+
+def test_measured_cache_bytes_equal_the_ledger_in_every_flow(record: dict[str, Any]) -> None:
+    assert list(record["flows"]) == ["none", "ced", "csa2", "ced+csa2"]
+    for flow in record["flows"].values():
+        assert flow["measured"]["kv_bytes"] == flow["kv_bytes"] > 0
+        assert flow["measured"]["window_bytes"] == flow["window_bytes"] > 0
+
+
+def test_sharing_rows_divides_them_by_four(record: dict[str, Any]) -> None:
+    kv = {name: flow["measured"]["kv_bytes"] for name, flow in record["flows"].items()}
+    assert kv["none"] == kv["ced"] == 4 * kv["csa2"] == 4 * kv["ced+csa2"]
+
+
+def test_persisted_bytes_are_those_of_the_complete_blocks_in_a_real_store(
+    record: dict[str, Any],
+) -> None:
+    for flow in record["flows"].values():
+        measured = flow["measured"]
+        assert measured["persisted_bytes"] == flow["store"]["complete_block_bytes"] > 0
+        assert measured["persisted_file_bytes"] > measured["persisted_bytes"]
+
+
+def test_with_ced_the_decoder_reads_one_window_of_the_prompt(record: dict[str, Any]) -> None:
+    for name, flow in record["flows"].items():
+        measured = flow["measured"]
+        assert measured["encode_token_layers"] == flow["encode_token_layers"]
+        assert measured["decoder_token_layers"] == flow["decoder_token_layers"]
+        assert measured["decode_token_layers"] == flow["decode_token_layers"]
+        assert (measured["decoder_prefill"] == "report") == name.startswith("ced")
+
+
+def test_a_trained_model_runs_the_flows_its_weights_support_and_its_text_comes_out(
+    tmp_path: Path,
+) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("It was a bright morning, and", encoding="utf-8")
+    table = run("nano", "--prompt-file", prompt, "--output-tokens", 8)
+    wrote = [line for line in table.splitlines() if " wrote: " in line]
+    assert [line.split(" wrote: ")[0] for line in wrote] == ["csa2", "ced+csa2"]
+    assert all(len(line.split(" wrote: ")[1]) > 8 for line in wrote)
+    assert "none: not run, its weights lack" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "exactly one of --input-tokens"),
+        (("--input-tokens", 0), "input_tokens=0"),
+        (("--input-tokens", 5, "--output-tokens", 0), "output_tokens=0"),
+        (("--prompt-file", "no-such-file"), "needs a model with a tokenizer"),
+    ],
+)
+def test_bad_sizes_are_refused_before_a_model_is_built(
+    arguments: tuple[object, ...], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        run("preset:tiny-article", *arguments)
