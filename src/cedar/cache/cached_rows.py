@@ -20,9 +20,18 @@ import torch
 from torch import Tensor
 
 from cedar.cache.state import ModelState
-from cedar.config.layer_plan import LayerSpec
+from cedar.config.layer_plan import LayerSpec, Side
 from cedar.config.modes import IndexKeyRule
-from cedar.kernels.operators import Operators, PagedRows, Pool, Selection, WindowRows
+from cedar.kernels.operators import (
+    Found,
+    KeySearch,
+    Operators,
+    PagedRows,
+    Pool,
+    RingRows,
+    Selection,
+    WindowRows,
+)
 from cedar.model.kv import Groups
 from cedar.model.spans import Spans
 
@@ -49,11 +58,14 @@ class CallRules:
 class _GroupPlan(NamedTuple):
     """How the rows of a call fall into groups of one ratio.
 
-    `members [G, ratio]` index the concatenation of carried rows (`len(sequences) * (ratio - 1)`)
-    and new rows; `left_from` (same concatenation) and `left_to` (slot * (ratio - 1) + member) say
-    what stays open.
+    `members [G, ratio]` index the concatenation of carried rows of `slots` (`ratio - 1` each) and
+    new rows; `left_from` (new rows; `all_left`: every one in order) and `left_to` (slot *
+    (ratio - 1) + member) say what stays open.
     """
 
+    slots: Tensor
+    closes: bool
+    all_left: bool
     members: Tensor
     positions: Tensor
     sequences: Tensor
@@ -100,28 +112,31 @@ class CachedRows:
         self.selections: dict[int, tuple[Spans, Selection]] = {}
         self.pools: dict[int, tuple[Spans, Pool]] = {}
         self._group_plans: dict[tuple[int, Spans], _GroupPlan] = {}
-        self._ring_plans: dict[tuple[Spans, tuple[int, ...]], _RingPlan] = {}
+        self._ring_plans: dict[tuple[Side, Spans], _RingPlan] = {}
         self._visible: dict[tuple[int, Spans], Tensor] = {}
         self._window_plans: dict[tuple[Spans, Spans, tuple[int, ...]], _WindowPlan] = {}
 
     def complete_groups(
         self, spec: LayerSpec, spans: Spans, kv: Tensor, gate: Tensor | None
-    ) -> Groups:
+    ) -> Groups | None:
         """See `model.kv.Rows`."""
-        plan, ratio = self._group_plan(spec.compress_ratio, spans), spec.compress_ratio
+        plan, state = self._group_plan(spec.compress_ratio, spans), self._state
         if gate is None:
+            if not plan.closes:
+                return None
             return Groups(kv[plan.members], None, plan.positions, plan.sequences)
-        state = self._state
-        slots = torch.tensor(spans.sequences)
         pools = []
         for carried, new in (
             (state.open_kv[spec.layer_id], kv),
             (state.open_gate[spec.layer_id], gate),
         ):
-            joined = torch.cat((carried[slots].flatten(0, 1), new))
-            pools.append(joined[plan.members.flatten()].unflatten(0, plan.members.shape))
-            carried.view(-1, carried.shape[-1])[plan.left_to] = joined[plan.left_from]
-        assert pools[0].shape[1] == ratio
+            room = carried.view(-1, carried.shape[-1])
+            if plan.closes:
+                joined = torch.cat((carried[plan.slots].flatten(0, 1), new))
+                pools.append(joined[plan.members.flatten()].unflatten(0, plan.members.shape))
+            room.index_copy_(0, plan.left_to, new if plan.all_left else new[plan.left_from])
+        if not pools:
+            return None
         return Groups(pools[0], pools[1], plan.positions, plan.sequences)
 
     def store(self, spec: LayerSpec, groups: Groups, main: Tensor, index: Tensor) -> None:
@@ -139,56 +154,76 @@ class CachedRows:
 
     def select(self, spec: LayerSpec, queries: Spans, index_q: Tensor, weights: Tensor) -> None:
         """See `model.kv.Rows`."""
+        packed = self._ops.pack_rows(index_q, self._state.formats.index)
+        search = self.key_search(spec, queries)
+        if search is None:
+            selection = self._select_as_shipped(spec, queries, packed, weights.float())
+            found = Found(selection, None)
+        else:
+            found = self._ops.search_keys(packed, weights.float(), search)
+        self.publish(spec, queries, found)
+
+    def key_search(self, spec: LayerSpec, queries: Spans) -> KeySearch | None:
+        """See `model.kv.Rows`. None where the as-shipped rule scores keys of another owner."""
         assert spec.kv_owner is not None
         state, plan = self._state, self._state.plan
-        packed = self._ops.pack_rows(index_q, state.formats.index)
-        weights = weights.float()
-        visible = self._visible_to(spec.compress_ratio, queries)
-        slots = [state.slots[slot] for slot in queries.sequences]
         if self._rules.index_key_rule == "as_shipped" and any(
-            slot.published != spec.kv_owner for slot in slots
+            state.slots[slot].published != spec.kv_owner for slot in queries.sequences
         ):
-            selection = self._select_as_shipped(spec, queries, packed, weights, visible)
-            self.selections[spec.layer_id] = (queries, selection)
-            return
+            return None
         keys = state.pool.paged_index(spec.kv_owner, state.tables)
-        sequences, topk = queries.row_sequences, plan.index_topk
+        visible = self._visible_to(spec.compress_ratio, queries)
+        search = KeySearch(keys, queries.row_sequences, visible, plan.index_topk)
         if spec.candidate == "source":
-            selection, pool = self._ops.index_pool(
-                packed, weights, keys, sequences, visible, topk=topk,
-                num_blocks=plan.candidate_topk_blocks, block_size=plan.candidate_block_size,
-            )  # fmt: skip
-            self.pools[spec.kv_owner] = (queries, pool)
-        else:
-            within = self._pool_of(spec, queries) if spec.candidate == "consumer" else None
-            selection = self._ops.index_topk(
-                packed, weights, keys, sequences, visible, topk=topk, pool=within
+            return search._replace(
+                num_blocks=plan.candidate_topk_blocks, block_size=plan.candidate_block_size
             )
-        self.selections[spec.layer_id] = (queries, selection)
+        if spec.candidate == "consumer":
+            return search._replace(pool=self._pool_of(spec, queries))
+        return search
+
+    def publish(self, spec: LayerSpec, queries: Spans, found: Found) -> None:
+        """See `model.kv.Rows`."""
+        self.selections[spec.layer_id] = (queries, found.selection)
+        if found.pool is not None:
+            assert spec.kv_owner is not None
+            self.pools[spec.kv_owner] = (queries, found.pool)
+
+    def in_ring(self, spec: LayerSpec, spans: Spans, queries: Spans) -> RingRows | None:
+        """See `model.kv.Rows`. Not None in calls with one token per sequence."""
+        if not spans.one_each:
+            return None
+        plan = self._ring_plan(spec, spans)
+        ring, fmt = self._state.ring_rows[spec.layer_id], self._state.formats.window
+        near = WindowRows(ring, plan.base, plan.lo, plan.hi, self._window, fmt)
+        far, selection = self._selected(spec, queries)
+        return RingRows(near, plan.where, far, selection, queries.row_sequences, self._scale)
 
     def attend(
         self, spec: LayerSpec, spans: Spans, window: Tensor, queries: Spans, q: Tensor,
         sink: Tensor, q_selected: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """See `model.kv.Rows`."""
-        state, layer = self._state, spec.layer_id
-        ring = state.rings[layer].flatten(0, 1)
-        if spans.num_rows == len(spans.sequences):
-            near = self._in_ring(spec, spans, ring, window)
-            plan = None
-        else:
-            plan = self._window_plan(spec, spans, queries)
-            buffer = torch.empty(plan.size, ring.shape[1], dtype=torch.uint8)
-            buffer[plan.old_to] = ring[plan.old_from]
-            self._ops.store_rows(window, buffer, plan.new_to, state.formats.window)
-            near = WindowRows(buffer, plan.base, plan.lo, plan.hi, _LINEAR, state.formats.window)
+        rows = self.in_ring(spec, spans, queries)
+        if rows is not None:
+            near = rows.window
+            self._ops.store_rows(window, near.rows, rows.where, near.fmt)
+            return self._ops.sparse_attention(
+                q, near, rows.selected, rows.selection, rows.sequences, sink, scale=self._scale,
+                q_selected=q_selected,
+            )  # fmt: skip
+        ring, fmt = self._state.ring_rows[spec.layer_id], self._state.formats.window
+        plan = self._window_plan(spec, spans, queries)
+        buffer = torch.empty(plan.size, ring.shape[1], dtype=torch.uint8)
+        buffer[plan.old_to] = ring[plan.old_from]
+        self._ops.store_rows(window, buffer, plan.new_to, fmt)
+        near = WindowRows(buffer, plan.base, plan.lo, plan.hi, _LINEAR, fmt)
         far, selection = self._selected(spec, queries)
         out = self._ops.sparse_attention(
             q, near, far, selection, queries.row_sequences, sink, scale=self._scale,
             q_selected=q_selected,
         )  # fmt: skip
-        if plan is not None:
-            ring[plan.keep_to] = near.rows[plan.keep_from]
+        ring[plan.keep_to] = buffer[plan.keep_from]
         return out
 
     def _visible_to(self, ratio: int, queries: Spans) -> Tensor:
@@ -201,13 +236,17 @@ class CachedRows:
     def _selected(
         self, spec: LayerSpec, queries: Spans
     ) -> tuple[PagedRows | None, Selection | None]:
+        """Compressed rows of a layer and what it selected of them; not yet: a source that will."""
         if spec.kv_owner is None or spec.topk_owner is None:
             return None, None
+        paged = self._state.pool.paged_main(spec.kv_owner, self._state.tables)
+        if spec.topk_owner == spec.layer_id and spec.layer_id not in self.selections:
+            return paged, None
         spans, selection = self.selections[spec.topk_owner]
         keep = spans.rows_of(queries)
         if keep is not None:
             selection = Selection(selection.positions[keep])
-        return self._state.pool.paged_main(spec.kv_owner, self._state.tables), selection
+        return paged, selection
 
     def _pool_of(self, spec: LayerSpec, queries: Spans) -> Pool:
         assert spec.kv_owner is not None
@@ -216,7 +255,7 @@ class CachedRows:
         return pool if keep is None else Pool(pool.blocks[keep], pool.block_size)
 
     def _select_as_shipped(
-        self, spec: LayerSpec, queries: Spans, packed: Tensor, weights: Tensor, visible: Tensor
+        self, spec: LayerSpec, queries: Spans, packed: Tensor, weights: Tensor
     ) -> Selection:
         """Score the keys that were published last, whoever owns them (specification 7.2).
 
@@ -225,7 +264,7 @@ class CachedRows:
         candidate source has ratio 1, so its keys are never stale).
         """
         state = self._state
-        topk = state.plan.index_topk
+        topk, visible = state.plan.index_topk, self._visible_to(spec.compress_ratio, queries)
         out = torch.full((queries.num_rows, topk), -1, dtype=torch.int32)
         for offset, count, slot in zip(
             queries.offsets, queries.counts, queries.sequences, strict=True
@@ -246,14 +285,13 @@ class CachedRows:
             out[rows] = picked.positions
         return Selection(out)
 
-    def _in_ring(self, spec: LayerSpec, spans: Spans, ring: Tensor, window: Tensor) -> WindowRows:
-        """Write one row per sequence into the ring; the view its query has of the ring."""
-        fmt, key = self._state.formats.window, (spans, self._floors(spec, spans))
-        if key not in self._ring_plans:
-            self._ring_plans[key] = _plan_ring(*key, self._window)
-        plan = self._ring_plans[key]
-        self._ops.store_rows(window, ring, plan.where, fmt)
-        return WindowRows(ring, plan.base, plan.lo, plan.hi, self._window, fmt)
+    def _ring_plan(self, spec: LayerSpec, spans: Spans) -> _RingPlan:
+        """Of one side of the model: its layers share floors."""
+        plan = self._ring_plans.get((spec.side, spans))
+        if plan is None:
+            plan = _plan_ring(spans, self._floors(spec, spans), self._window)
+            self._ring_plans[spec.side, spans] = plan
+        return plan
 
     def _floors(self, spec: LayerSpec, spans: Spans) -> tuple[int, ...]:
         """First visible position of each sequence in this layer."""
@@ -298,9 +336,12 @@ def _plan_groups(ratio: int, spans: Spans, floors: tuple[int, ...]) -> _GroupPla
         sequences.append(torch.full_like(j, slot))
         for t in range(max(last * ratio, first * ratio), end):
             if t >= start:
-                left_from.append(t + new)
+                left_from.append(t + new - carried)
                 left_to.append(slot * (ratio - 1) + t % ratio)
     return _GroupPlan(
+        torch.tensor(spans.sequences),
+        any(part.numel() for part in members),
+        left_from == list(range(spans.num_rows)),
         torch.cat(members),
         torch.cat(positions),
         torch.cat(sequences),

@@ -71,6 +71,8 @@ class ModelState:
         self.slots = [Slot() for _ in range(num_slots)]
         window, row_bytes = self.plan.sliding_window, self.formats.window.row_bytes
         self.rings = torch.zeros(len(self.plan), num_slots, window, row_bytes, dtype=torch.uint8)
+        # Views, one per layer: rows of all slots after each other.
+        self.ring_rows = self.rings.flatten(1, 2).unbind()
         self.open_kv: dict[int, Tensor] = {}
         self.open_gate: dict[int, Tensor] = {}
         for spec in self.plan.kv_owners:

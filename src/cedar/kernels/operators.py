@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -144,6 +145,137 @@ class HyperWeights(NamedTuple):
     iters: int
     eps: float
     norm_eps: float
+
+
+class Router(NamedTuple):
+    """How rows choose experts, see `SingleOperators.route`."""
+
+    gate: Tensor
+    bias: Tensor
+    topk: int
+    scoring: str
+    normalise: bool
+    scale: float
+
+
+@dataclass(kw_only=True, eq=False)
+class ChainWeights:
+    """Weights and constants of one chain of one layer. They must not move while it is in use.
+
+    Attributes:
+        prepared: what a native backend made of them, kept for the next call.
+    """
+
+    prepared: Any = field(default=None, init=False, repr=False)
+
+
+@dataclass(kw_only=True, eq=False)
+class FeedForwardWeights(ChainWeights):
+    """Second half of a layer, see `composed.ComposedOperators.feed_forward`.
+
+    Attributes:
+        attention, ffn: mixes of the attention sublayer before it, and of its own.
+        norm: of its input.   limit: of the experts' clamp.
+    """
+
+    attention: HyperWeights
+    ffn: HyperWeights
+    norm: Tensor
+    router: Router
+    experts: Sequence[Expert]
+    shared: Expert
+    limit: float
+
+
+@dataclass(kw_only=True, eq=False)
+class AttentionWeights(ChainWeights):
+    """Projections of one attention layer: window rows, queries in two steps, output in two steps.
+
+    Attributes:
+        kv_norm, q_norm: after `wkv` and `wq_a`.   eps: of both.
+        heads: query heads.   groups: of heads, for `wo_a`.   sink: float32 `[H]`.
+    """
+
+    wkv: Weight
+    kv_norm: Tensor
+    wq_a: Weight
+    q_norm: Tensor
+    wq_b: Weight
+    wo_a: Weight
+    wo_b: Weight
+    sink: Tensor
+    eps: float
+    heads: int
+    groups: int
+
+
+@dataclass(kw_only=True, eq=False)
+class IndexWeights(ChainWeights):
+    """What an index source searches with.
+
+    Attributes:
+        wq_b: index queries from the query latent.   head_weights: from the layer's input.
+        scale: of the head weights.
+    """
+
+    wq_b: Weight
+    head_weights: Weight
+    scale: float
+
+
+@dataclass(kw_only=True, eq=False)
+class LayerWeights(ChainWeights):
+    """A whole layer, see `composed.ComposedOperators.layer_step`.
+
+    Attributes:
+        norm: of the attention input.   index: of an index source.
+    """
+
+    norm: Tensor
+    eps: float
+    attention: AttentionWeights
+    index: IndexWeights | None
+    feed_forward: FeedForwardWeights
+
+
+class KeySearch(NamedTuple):
+    """Where an index source searches: the arguments of `SingleOperators.index_topk`.
+
+    Attributes:
+        pool: search inside these blocks.
+        num_blocks, block_size: of the pool to build, as `SingleOperators.index_pool`; 0 = none.
+    """
+
+    keys: PagedRows
+    sequences: Tensor
+    visible: Tensor
+    topk: int
+    pool: Pool | None = None
+    num_blocks: int = 0
+    block_size: int = 0
+
+
+class Found(NamedTuple):
+    """Result of a search: the selection, and the pool if one was built."""
+
+    selection: Selection
+    pool: Pool | None
+
+
+class RingRows(NamedTuple):
+    """Rows of a call with one token per sequence, which attends in the window rings.
+
+    Attributes:
+        window: the rings and what each query sees.   where: int64 `[N]`, ring row of each token.
+        selected, selection, sequences, scale: as `SingleOperators.sparse_attention`.
+    """
+
+    window: WindowRows
+    where: Tensor
+    selected: PagedRows | None
+    selection: Selection | None
+    sequences: Tensor
+    scale: float
 
 
 class SingleOperators(Protocol):
@@ -307,4 +439,53 @@ class Operators(SingleOperators, Protocol):
         self, y: Tensor, stream: Tensor, mixes: Mixes, following: HyperWeights, norm: Tensor
     ) -> tuple[Tensor, Mixes, Tensor]:
         """Expand, next mixes, collapse and norm."""
+        ...
+
+    def feed_forward(
+        self, y: Tensor, stream: Tensor, weights: FeedForwardWeights
+    ) -> tuple[Tensor, Tensor]:
+        """From the attention output to the stream leaving the layer and its pre mix."""
+        ...
+
+    def project_window(self, x: Tensor, weights: AttentionWeights, cos_sin: Tensor) -> Tensor:
+        """Window rows."""
+        ...
+
+    def project_queries(
+        self, x: Tensor, weights: AttentionWeights, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Query latents and queries."""
+        ...
+
+    def project_attention(
+        self, x: Tensor, weights: AttentionWeights, cos_sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Window rows, query latents and queries."""
+        ...
+
+    def project_groups(self, x: Tensor, kv: Weight, gate: Weight) -> tuple[Tensor, Tensor]:
+        """Both projections of a compressor, in float32."""
+        ...
+
+    def attend_ring(
+        self, window: Tensor, q: Tensor, rows: RingRows, weights: AttentionWeights, cos_sin: Tensor
+    ) -> Tensor:
+        """Store the window rows, attend, project the output."""
+        ...
+
+    def search_keys(self, queries: Tensor, head_weights: Tensor, search: KeySearch) -> Found:
+        """`index_pool` or `index_topk`, as the search says."""
+        ...
+
+    def select_rows(
+        self, latent: Tensor, x: Tensor, weights: IndexWeights, cos_sin: Tensor, search: KeySearch
+    ) -> Found:
+        """Index queries, their head weights, and the search."""
+        ...
+
+    def layer_step(
+        self, stream: Tensor, pre: Tensor, weights: LayerWeights, cos_sin: Tensor, rows: RingRows,
+        search: KeySearch | None,
+    ) -> tuple[Tensor, Tensor, Found | None]:  # fmt: skip
+        """A whole layer for one token of each sequence."""
         ...

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from cedar.config.layer_plan import LayerSpec
 from cedar.config.model_config import ModelConfig
-from cedar.kernels.operators import Operators
+from cedar.kernels.operators import AttentionWeights, Operators
 from cedar.model.compressor import Compressor, append_rows
+from cedar.model.gathered import Gathered
 from cedar.model.indexer import Indexer
 from cedar.model.kv import Rows
 from cedar.model.layers import Linear, RMSNorm
@@ -73,6 +74,15 @@ class Attention(nn.Module):
         if spec.role in ("full", "reindex"):
             self.indexer = Indexer(config, spec, ops)
         self.kv_adapter = KVAdapter(config, spec) if spec.kv_adapter != "none" else None
+        self._weights = Gathered(self.weight_modules(), self._gather)
+
+    def _gather(self) -> AttentionWeights:
+        return AttentionWeights(
+            wkv=self.wkv.packed, kv_norm=self.kv_norm.weight,
+            wq_a=self.wq_a.packed, q_norm=self.q_norm.weight, wq_b=self.wq_b.packed,
+            wo_a=self.wo_a.packed, wo_b=self.wo_b.packed, sink=self.attn_sink,
+            eps=self._eps, heads=self._heads, groups=self._groups,
+        )  # fmt: skip
 
     def append(self, u: Tensor, spans: Spans, rows: Rows, tables: RotaryTables) -> None:
         """Store the compressed rows and index keys of `u [N, D]`; full layers only."""
@@ -90,28 +100,55 @@ class Attention(nn.Module):
             u: `[N, D]`, normed input of the rows of `spans`.
         Returns: `[n, D]` for the rows of `queries`.
         """
-        spec, ops = self._spec, self._ops
-        window = ops.project(
-            u, self.wkv.packed, norm=self.kv_norm.weight, eps=self._eps,
-            cos_sin=tables.rows(spec, spans),
-        )  # fmt: skip
+        spec = self._spec
         if spec.role == "full" and spec.kv_input == "self":
             self.append(u, spans, rows, tables)
-        keep = spans.rows_of(queries)
-        if keep is not None:
-            u = u[keep]
-        cos_sin = tables.rows(spec, queries)
-        a = ops.project(u, self.wq_a.packed, norm=self.q_norm.weight, eps=self._eps)
-        q = ops.project(a, self.wq_b.packed, cos_sin=cos_sin, vectors=self._heads)
-        q = q.view(q.shape[0], self._heads, -1)
+        return self.attend(u, spans, queries, rows, tables)
+
+    def attend(
+        self, u: Tensor, spans: Spans, queries: Spans, rows: Rows, tables: RotaryTables
+    ) -> Tensor:
+        """As `forward`, of a layer whose own compressed rows are stored already."""
+        spec, ops, weights = self._spec, self._ops, self.weights
+        keep, cos_sin = spans.rows_of(queries), tables.rows(spec, spans)
+        if keep is None:
+            window, latent, q = ops.project_attention(u, weights, cos_sin)
+        else:
+            window = ops.project_window(u, weights, cos_sin)
+            u, cos_sin = u[keep], tables.rows(spec, queries)
+            latent, q = ops.project_queries(u, weights, cos_sin)
         if spec.role in ("full", "reindex"):
-            # Detached: in training the index branch learns from its own loss alone.
-            index_q = self.indexer.queries(a.detach(), cos_sin)
-            rows.select(spec, queries, index_q, self.indexer.head_weights(u.detach()))
+            self._select(u, latent, queries, rows, cos_sin)
+        ring = None if self.kv_adapter is not None else rows.in_ring(spec, spans, queries)
+        if ring is not None:
+            return ops.attend_ring(window, q, ring, weights, cos_sin)
         q_selected = None if self.kv_adapter is None else self.kv_adapter.to_queries(q)
-        o, selected = rows.attend(spec, spans, window, queries, q, self.attn_sink, q_selected)
+        o, selected = rows.attend(spec, spans, window, queries, q, weights.sink, q_selected)
         if self.kv_adapter is not None and selected is not None:
             o = o + self.kv_adapter.to_outputs(selected)
-        return ops.project_output(
-            o, cos_sin, self.wo_a.packed, self.wo_b.packed, groups=self._groups
-        )
+        return ops.project_output(o, cos_sin, weights.wo_a, weights.wo_b, groups=self._groups)
+
+    @property
+    def weights(self) -> AttentionWeights:
+        """The projections, for a chain of the whole layer."""
+        return self._weights.get()
+
+    def weight_modules(self) -> tuple[nn.Module, ...]:
+        """Modules that hold the projections."""
+        return (
+            self, self.wkv, self.kv_norm, self.wq_a, self.q_norm, self.wq_b, self.wo_a, self.wo_b,
+        )  # fmt: skip
+
+    def _select(
+        self, u: Tensor, latent: Tensor, queries: Spans, rows: Rows, cos_sin: Tensor
+    ) -> None:
+        """Publish what an index source selects for the rows of `queries`."""
+        spec, indexer = self._spec, self.indexer
+        search = rows.key_search(spec, queries)
+        if search is not None:
+            found = self._ops.select_rows(latent, u, indexer.weights, cos_sin, search)
+            rows.publish(spec, queries, found)
+            return
+        # Detached: in training the index branch learns from its own loss alone.
+        index_q = indexer.queries(latent.detach(), cos_sin)
+        rows.select(spec, queries, index_q, indexer.head_weights(u.detach()))

@@ -62,7 +62,8 @@ class CausalLM(nn.Module):
         self.plan = config.plan
         self.rotary = Rotary(config)
         self.embed = Table(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config, spec, ops) for spec in self.plan.layers)
+        self._blocks = [Block(config, spec, ops) for spec in self.plan.layers]
+        self.layers = nn.ModuleList(self._blocks)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.head = Table(config.vocab_size, config.hidden_size)
 
@@ -121,9 +122,7 @@ class CausalLM(nn.Module):
 
     def block(self, layer_id: int) -> Block:
         """One layer."""
-        block = self.layers[layer_id]
-        assert isinstance(block, Block)
-        return block
+        return self._blocks[layer_id]
 
     def _run(
         self, boundary: Boundary, first: int, steps: Sequence[tuple[Spans, Spans]], rows: Rows,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cedar.config.layer_plan import LayerSpec
 from cedar.config.model_config import ModelConfig
-from cedar.kernels.operators import Operators, Weight
+from cedar.kernels.operators import Operators
 from cedar.model.kv import Groups, Rows
 from cedar.model.layers import Linear, RMSNorm
 from cedar.model.rotary import RotaryTables
@@ -39,9 +39,7 @@ class Compressor(nn.Module):
         """kv and gate of each row; float32 above ratio 1, u's dtype and no gate at ratio 1."""
         if self.wgate is None:
             return self.wkv(u), None
-        wide = u.float()
-        kv = self._ops.linear(wide, Weight(self.wkv.weight.float()))
-        return kv, self._ops.linear(wide, Weight(self.wgate.weight.float()))
+        return self._ops.project_groups(u, self.wkv.packed, self.wgate.packed)
 
     def latents(self, groups: Groups, like: Tensor) -> Tensor:
         """Normed latents `[G, d]` of complete groups, in the dtype of `like`, not yet rotated."""
@@ -64,6 +62,8 @@ def append_rows(
     """
     kv, gate = compressor.project(u)
     groups = rows.complete_groups(spec, spans, kv, gate)
+    if groups is None:
+        return
     latents = compressor.latents(groups, u)
     cos_sin = tables.at(spec, groups.positions)
     # Detached: in training the index branch learns from its own loss alone.

@@ -12,6 +12,7 @@ from torch import Tensor
 from cedar.config.layer_plan import LayerPlan, LayerSpec
 from cedar.formats.codec import fake_quantise
 from cedar.formats.rows import RowKind
+from cedar.kernels.operators import Found, KeySearch, RingRows
 from cedar.kernels.reference_index import (
     block_mask,
     index_scores,
@@ -90,6 +91,18 @@ class DenseRows:
         self.selections[spec.layer_id] = torch.stack(masks)
         if pools:
             self.candidates = torch.stack(pools)
+
+    def key_search(self, spec: LayerSpec, queries: Spans) -> KeySearch | None:
+        """None: there are no packed keys to search."""
+        return None
+
+    def publish(self, spec: LayerSpec, queries: Spans, found: Found) -> None:
+        """Never called: no search was handed out."""
+        raise NotImplementedError
+
+    def in_ring(self, spec: LayerSpec, spans: Spans, queries: Spans) -> RingRows | None:
+        """None: there are no rings."""
+        return None
 
     def _pool(self, scores: Tensor, visible: Tensor) -> Tensor:
         plan = self._plan

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from cedar.config.layer_plan import LayerSpec
 from cedar.config.model_config import ModelConfig
-from cedar.kernels.operators import Operators
+from cedar.kernels.operators import IndexWeights, Operators
+from cedar.model.gathered import Gathered
 from cedar.model.layers import Linear, RMSNorm
 
 
@@ -26,6 +27,22 @@ class Indexer(nn.Module):
         if spec.role == "full":
             self.wk = Linear(self._width, config.head_dim, "bf16", ops)
             self.k_norm = RMSNorm(self._width, config.rms_norm_eps, ops)
+        self._scale = self._width**-0.5 * self._heads**-0.5
+        self._weights = Gathered(self.weight_modules(), self._gather)
+
+    def weight_modules(self) -> tuple[nn.Module, ...]:
+        """Modules that hold what a search needs."""
+        return self.wq_b, self.weights_proj
+
+    @property
+    def weights(self) -> IndexWeights:
+        """What a search needs, for the chain that does all of it."""
+        return self._weights.get()
+
+    def _gather(self) -> IndexWeights:
+        return IndexWeights(
+            wq_b=self.wq_b.packed, head_weights=self.weights_proj.packed, scale=self._scale
+        )
 
     def queries(self, a: Tensor, cos_sin: Tensor) -> Tensor:
         """`[n, q_lora_rank] -> [n, P, p]`, rotated."""
@@ -34,7 +51,7 @@ class Indexer(nn.Module):
 
     def head_weights(self, u: Tensor) -> Tensor:
         """`[n, D] -> [n, P]`, scaled by width^-0.5 * heads^-0.5 in u's dtype."""
-        return self.weights_proj(u) * (self._width**-0.5 * self._heads**-0.5)
+        return self.weights_proj(u) * self._scale
 
     def keys(self, latents: Tensor) -> Tensor:
         """Raw latents `[G, d]` to normed keys `[G, p]`, not yet rotated."""

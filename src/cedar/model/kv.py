@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from cedar.config.layer_plan import LayerSpec
+from cedar.kernels.operators import Found, KeySearch, RingRows
 from cedar.model.spans import Spans
 
 
@@ -37,8 +38,11 @@ class Rows(Protocol):
 
     def complete_groups(
         self, spec: LayerSpec, spans: Spans, kv: Tensor, gate: Tensor | None
-    ) -> Groups:
-        """Add the projections of `spans` (`[N, d]`) to the open groups; return what closed."""
+    ) -> Groups | None:
+        """Add the projections of `spans` (`[N, d]`) to the open groups; return what closed.
+
+        None where nothing closed and nothing need be stored.
+        """
         ...
 
     def store(self, spec: LayerSpec, groups: Groups, main: Tensor, index: Tensor) -> None:
@@ -51,6 +55,18 @@ class Rows(Protocol):
         Args:
             index_q: `[n, P, p]`, rotated, not yet quantised.   weights: `[n, P]`.
         """
+        ...
+
+    def key_search(self, spec: LayerSpec, queries: Spans) -> KeySearch | None:
+        """The search of an index source for `Operators.select_rows`; None: `select` does it."""
+        ...
+
+    def publish(self, spec: LayerSpec, queries: Spans, found: Found) -> None:
+        """Keep what a search found for the layers that reuse it."""
+        ...
+
+    def in_ring(self, spec: LayerSpec, spans: Spans, queries: Spans) -> RingRows | None:
+        """The rows of a call for `Operators.attend_ring`; None: `attend` does it."""
         ...
 
     def attend(

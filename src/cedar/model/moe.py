@@ -1,4 +1,5 @@
-"""Mixture of experts: router, routed experts and the shared expert. Called by `block.py`.
+"""Mixture of experts: router, routed experts and the shared expert. Called by `block.py`, which hands
+its weights to a longer chain, and by training, which calls it.
 
 Module names follow the released checkpoint: `gate`, `experts.{e}`, `shared_experts`.
 """
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 from cedar.config.model_config import ModelConfig
 from cedar.config.types import WeightDtype
-from cedar.kernels.operators import Expert, ExpertBank, Operators, Routing
+from cedar.kernels.operators import Expert, ExpertBank, Operators, Router
+from cedar.model.gathered import Gathered
 from cedar.model.layers import Linear
 
 
@@ -53,30 +55,35 @@ class MoE(nn.Module):
             SwiGLU(width, inner, config.expert_dtype, ops) for _ in range(config.n_routed_experts)
         )
         self.shared_experts = SwiGLU(width, inner, config.dense_dtype, ops)
-        self._bank: ExpertBank | None = None
-
-    def _routed(self) -> ExpertBank:
-        """The routed experts as the operators take them; looked up again only if weights were replaced."""
         first = self.experts[0]
-        assert isinstance(first, SwiGLU)
-        if self._bank is None or self._bank[0].w1.values is not first.w1.weight:
-            packed = (e.packed for e in self.experts if isinstance(e, SwiGLU))
-            self._bank = ExpertBank(packed)
-        return self._bank
+        self._bank = Gathered((first.get_submodule("w1"),), self._gather_bank)
 
-    def route(self, x: Tensor) -> Routing:
-        """Experts and weights of each row of `x [N, D]`."""
+    def weight_modules(self) -> tuple[nn.Module, ...]:
+        """Modules that hold the weights; one stands for all routed experts."""
+        shared, first = self.shared_experts, self.experts[0].get_submodule("w1")
+        return self.gate, shared.w1, shared.w3, shared.w2, first
+
+    def routed(self) -> ExpertBank:
+        """The routed experts as the operators take them."""
+        return self._bank.get()
+
+    def _gather_bank(self) -> ExpertBank:
+        return ExpertBank(e.packed for e in self.experts if isinstance(e, SwiGLU))
+
+    def router(self) -> Router:
+        """How rows choose experts."""
         config = self._config
-        return self._ops.route(
-            x,
-            self.gate.weight,
-            self.gate.bias,
-            topk=config.num_experts_per_tok,
-            scoring=config.scoring_func,
-            normalise=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-        )
+        return Router(
+            self.gate.weight, self.gate.bias, config.num_experts_per_tok, config.scoring_func,
+            config.norm_topk_prob, config.routed_scaling_factor,
+        )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
+        """`[N, D] -> [N, D]`."""
+        router = self.router()
+        routing = self._ops.route(
+            x, router.gate, router.bias, topk=router.topk, scoring=router.scoring,
+            normalise=router.normalise, scale=router.scale,
+        )  # fmt: skip
         shared, limit = self.shared_experts.packed, self._config.swiglu_limit
-        return self._ops.moe(x, self.route(x), self._routed(), shared, limit=limit)
+        return self._ops.moe(x, routing, self.routed(), shared, limit=limit)

@@ -34,6 +34,11 @@ class Spans:
         """Rows of all sequences together."""
         return sum(self.counts)
 
+    @cached_property
+    def one_each(self) -> bool:
+        """Whether every sequence has one row."""
+        return self.num_rows == len(self.sequences)
+
     @property
     def ends(self) -> tuple[int, ...]:
         """One past the last position of each sequence."""
@@ -51,7 +56,7 @@ class Spans:
     @cached_property
     def positions(self) -> Tensor:
         """Absolute position of every row, int64 `[N]`."""
-        if all(count == 1 for count in self.counts):
+        if self.one_each:
             return torch.tensor(self.starts)
         return torch.cat(
             [torch.arange(s, s + c) for s, c in zip(self.starts, self.counts, strict=True)]
@@ -71,7 +76,7 @@ class Spans:
 
     def rows_of(self, narrower: Spans) -> Tensor | None:
         """Row numbers here of the rows of narrower spans over the same sequences; None if equal."""
-        if narrower == self:
+        if narrower is self or narrower == self:
             return None
         parts = []
         for offset, start, at, count in zip(

@@ -54,7 +54,9 @@ X86_VARIANTS: Mapping[str, tuple[str, ...]] = {
 PORTABLE_VARIANTS: Mapping[str, tuple[str, ...]] = {"scalar": ()}
 
 #: Compiled once, for the baseline instruction set.
-_ONCE = ("dispatch.cpp", "exports.cpp", "exports_model.cpp", "thread_pool.cpp")
+_ONCE = (
+    "dispatch.cpp", "exports.cpp", "exports_layer.cpp", "exports_model.cpp", "thread_pool.cpp",
+)  # fmt: skip
 #: Kernels that also have a variant for matrix tiles; the others stop at AVX-512.
 _WITH_TILES = (
     "index_topk.cpp", "sparse_attention.cpp", "matmul.cpp", "linear.cpp", "moe.cpp", "project.cpp",

@@ -15,7 +15,7 @@ from cedar.errors import UsageError
 from cedar.kernels.native.build import library_name
 
 #: Bumped together with `kAbiVersion` in exports.cpp whenever a signature changes.
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "q": ctypes.c_int64, "f": ctypes.c_float}
 
@@ -34,6 +34,12 @@ SIGNATURES = {
     "project": "piqqppiqipifpqqpi",
     "project_output": "piqqqpqqppiqppiqpi",
     "hc_turn": "ppiqqqppppppiffpipppppi",
+    "feed_forward": "pppiqppi",
+    "project_attention": "ppiqpqpppi",
+    "project_groups": "piqqqppippi",
+    "attend_ring": "pppiipqqppppqpqpqippifpqpi",
+    "layer_step": "pppiipqpqqppppqpqpqippifqpqpqippippiipppi",
+    "select_rows": "pppiipqqpqpqippippiipi",
     "route": "piqqpipqqqiifppi",
     "moe": "piqqqqqppippppppippfpi",
     "index_topk": "pppqpqippiiiippiipi",

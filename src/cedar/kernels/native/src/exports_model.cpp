@@ -1,46 +1,17 @@
 // Exported entry points of the row-wise kernels and the mixture of experts: check what C cannot, then
 // forward to the variant in use. Compiled once, for the baseline instruction set. Return 0 or a Status
 // of exports.cpp.
-#include "cedar_native.h"
-#include "glue.h"
-#include "moe.h"
-#include "project.h"
+#include "variants.h"
 
-CEDAR_VARIANTS(int, rms_norm, (const cedar::NormCall& call))
-CEDAR_VARIANTS(int, rotate, (const cedar::RotateCall& call))
-CEDAR_VARIANTS(int, hc_mixes, (const cedar::MixesCall& call))
-CEDAR_VARIANTS(int, hc_collapse, (const cedar::CollapseCall& call))
-CEDAR_VARIANTS(int, hc_expand, (const cedar::ExpandCall& call))
-CEDAR_VARIANTS(int, pool_groups, (const cedar::PoolCall& call))
-CEDAR_VARIANTS_AMX(int, moe, (const cedar::MoeCall& call))
-CEDAR_VARIANTS_AMX(int, project,
-                   (const cedar::ProjectCall& call, int (*norm)(const cedar::NormCall&),
-                    int (*turn)(const cedar::RotateCall&)))
-CEDAR_VARIANTS_AMX(int, project_output,
-                   (const cedar::OutputCall& call, int (*turn)(const cedar::RotateCall&)))
-CEDAR_VARIANTS_AMX(int, route, (const cedar::RouteCall& call))
-
-namespace {
-
-constexpr int kBadWidth = 1, kOutOfRange = 2, kBadKind = 3;
-
-bool is_activation(int32_t dtype) { return dtype == 0 || dtype == 1; }
-
-// Row-wise kernels of the variant in use, for chains compiled for matrix tiles too.
-int norm_rows(const cedar::NormCall& call) { CEDAR_CALL(rms_norm, (call)); }
-int rotate_rows(const cedar::RotateCall& call) { CEDAR_CALL(rotate, (call)); }
-int expand_rows(const cedar::ExpandCall& call) { CEDAR_CALL(hc_expand, (call)); }
-int mixes_rows(const cedar::MixesCall& call) { CEDAR_CALL(hc_mixes, (call)); }
-int collapse_rows(const cedar::CollapseCall& call) { CEDAR_CALL(hc_collapse, (call)); }
-
-}  // namespace
+using namespace cedar::status;
+using cedar::is_activation;
 
 CEDAR_API int cedar_rms_norm(const void* x, int32_t dtype, int64_t n, int64_t width,
                              const void* weight, int32_t weight_dtype, float eps, void* out,
                              int32_t nthreads) {
   if (!is_activation(dtype) || !is_activation(weight_dtype)) return kBadKind;
   const cedar::NormCall call = {x, dtype, n, width, weight, weight_dtype, eps, out, nthreads};
-  CEDAR_CALL(rms_norm, (call));
+  return cedar::run::rms_norm(call);
 }
 
 CEDAR_API int cedar_rotate(const void* x, int32_t dtype, int64_t n, int64_t per_row, int64_t width,
@@ -50,7 +21,7 @@ CEDAR_API int cedar_rotate(const void* x, int32_t dtype, int64_t n, int64_t per_
   if (rope > width || rope % 2 != 0) return kBadWidth;
   const cedar::RotateCall call = {x,    dtype,        n,   per_row, width, cos_sin,
                                   rope, inverse != 0, out, nthreads};
-  CEDAR_CALL(rotate, (call));
+  return cedar::run::rotate(call);
 }
 
 CEDAR_API int cedar_hc_mixes(const void* stream, int32_t dtype, int64_t n, int64_t copies,
@@ -61,7 +32,7 @@ CEDAR_API int cedar_hc_mixes(const void* stream, int32_t dtype, int64_t n, int64
   if (copies < 1 || copies > 8) return kBadWidth;
   const cedar::MixesCall call = {stream,     dtype, n,        copies, width, fn,   base,    scale,
                                  iterations, eps,   norm_eps, pre,    post,  comb, nthreads};
-  CEDAR_CALL(hc_mixes, (call));
+  return cedar::run::hc_mixes(call);
 }
 
 CEDAR_API int cedar_hc_collapse(const void* stream, int32_t dtype, int64_t n, int64_t copies,
@@ -70,7 +41,7 @@ CEDAR_API int cedar_hc_collapse(const void* stream, int32_t dtype, int64_t n, in
   if (!is_activation(dtype) || !is_activation(weight_dtype)) return kBadKind;
   const cedar::CollapseCall call = {stream, dtype,        n,   copies, width,   pre,
                                     weight, weight_dtype, eps, out,    nthreads};
-  CEDAR_CALL(hc_collapse, (call));
+  return cedar::run::hc_collapse(call);
 }
 
 CEDAR_API int cedar_hc_expand(const void* y, const void* stream, int32_t dtype, int64_t n,
@@ -79,13 +50,13 @@ CEDAR_API int cedar_hc_expand(const void* y, const void* stream, int32_t dtype, 
   if (!is_activation(dtype)) return kBadKind;
   if (copies < 1 || copies > 8) return kBadWidth;
   const cedar::ExpandCall call = {y, stream, dtype, n, copies, width, post, comb, out, nthreads};
-  CEDAR_CALL(hc_expand, (call));
+  return cedar::run::hc_expand(call);
 }
 
 CEDAR_API int cedar_pool_groups(const float* kv, const float* gate, int64_t groups, int64_t ratio,
                                 int64_t width, float* out, int32_t nthreads) {
   const cedar::PoolCall call = {kv, gate, groups, ratio, width, out, nthreads};
-  CEDAR_CALL(pool_groups, (call));
+  return cedar::run::pool_groups(call);
 }
 
 CEDAR_API int cedar_moe(const void* x, int32_t dtype, int64_t n, int64_t width, int64_t inner,
@@ -109,7 +80,7 @@ CEDAR_API int cedar_moe(const void* x, int32_t dtype, int64_t n, int64_t width, 
       {shared_kind, shared[1], shared_scales[1], inner, width},
       {shared_kind, shared[2], shared_scales[2], width, inner},
       limit, out, nthreads};
-  CEDAR_CALL_AMX(moe, (call));
+  return cedar::run::moe(call);
 }
 
 CEDAR_API int cedar_route(const void* x, int32_t dtype, int64_t n, int64_t width, const void* gate,
@@ -123,7 +94,7 @@ CEDAR_API int cedar_route(const void* x, int32_t dtype, int64_t n, int64_t width
   const cedar::RouteCall call = {x,           dtype,   n,      width,   gate,           gate_dtype,
                                  bias,        bias_stride, experts, chosen, scoring, normalise != 0,
                                  scale,       ids,     weights, nthreads};
-  CEDAR_CALL_AMX(route, (call));
+  return cedar::run::route(call);
 }
 
 CEDAR_API int cedar_project(const void* x, int32_t dtype, int64_t n, int64_t in, const void* values,
@@ -139,7 +110,7 @@ CEDAR_API int cedar_project(const void* x, int32_t dtype, int64_t n, int64_t in,
   const cedar::ProjectCall call = {
       {x, dtype, in, n, {kind, values, scales, out, in}, quantise != 0, y, dtype, out, nthreads},
       norm_weight, norm_dtype, eps, cos_sin, rope, per_row};
-  CEDAR_CALL_AMX(project, (call, norm_rows, rotate_rows));
+  return cedar::run::project(call);
 }
 
 CEDAR_API int cedar_project_output(const void* o, int32_t dtype, int64_t n, int64_t heads,
@@ -155,7 +126,7 @@ CEDAR_API int cedar_project_output(const void* o, int32_t dtype, int64_t n, int6
   const cedar::OutputCall call = {o, dtype, n, heads, dim, cos_sin, rope, groups,
                                   {grouped_kind, grouped, grouped_scales, inner, in},
                                   {last_kind, last, last_scales, width, inner}, y, nthreads};
-  CEDAR_CALL_AMX(project_output, (call, rotate_rows));
+  return cedar::run::project_output(call);
 }
 
 CEDAR_API int cedar_hc_turn(const void* y, const void* stream, int32_t dtype, int64_t n,
@@ -167,9 +138,9 @@ CEDAR_API int cedar_hc_turn(const void* y, const void* stream, int32_t dtype, in
                             int32_t nthreads) {
   if (!is_activation(dtype) || !is_activation(norm_dtype)) return kBadKind;
   if (copies < 1 || copies > 8) return kBadWidth;
-  expand_rows({y, stream, dtype, n, copies, width, post, comb, next_stream, nthreads});
-  mixes_rows({next_stream, dtype, n, copies, width, fn, base, scale, iterations, eps, norm_eps,
-              next_pre, next_post, next_comb, nthreads});
-  return collapse_rows({next_stream, dtype, n, copies, width, pre, norm_weight, norm_dtype, norm_eps,
-                        out, nthreads});
+  cedar::run::hc_expand({y, stream, dtype, n, copies, width, post, comb, next_stream, nthreads});
+  cedar::run::hc_mixes({next_stream, dtype, n, copies, width, fn, base, scale, iterations, eps,
+                        norm_eps, next_pre, next_post, next_comb, nthreads});
+  return cedar::run::hc_collapse({next_stream, dtype, n, copies, width, pre, norm_weight, norm_dtype,
+                                  norm_eps, out, nthreads});
 }

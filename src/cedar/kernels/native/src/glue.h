@@ -55,7 +55,7 @@ struct CollapseCall {
   int32_t threads;
 };
 
-// post[j] * y + sum_i comb[i, j] * stream[i].
+// post[j] * y + sum_i comb[i, j] * stream[i]. `out` may be `stream`.
 struct ExpandCall {
   const void *y, *stream;
   int32_t dtype;

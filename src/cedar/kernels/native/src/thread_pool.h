@@ -29,7 +29,7 @@ inline void parallel_for(int64_t chunks, int threads, const Body& body) {
 // A buffer of the calling thread, aligned to 64 bytes, at least `bytes` long, valid until the thread
 // asks for the same slot again; contents are left from earlier use. Slots keep buffers of one call
 // apart. Calls nested in a chunk run on the same thread: they must use other slots.
-constexpr int kScratchSlots = 16;
+constexpr int kScratchSlots = 24;
 void* scratch(int slot, size_t bytes);
 
 template <class T>
