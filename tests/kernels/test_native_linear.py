@@ -174,6 +174,18 @@ def test_a_row_has_the_same_bits_alone_in_any_batch_and_on_any_number_of_threads
     assert same_bits(multiply(native, x, weight, torch.float32)[:100], whole)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_large_enough_for_several_threads_has_the_bits_of_one(
+    native: NativeLibrary, kind: str
+) -> None:
+    weight = weight_of(kind, 2080, 512)
+    for count in (1, 40):
+        x = draw(1, count, 512).bfloat16()
+        one = multiply(native, x, weight, torch.float32, threads=1)
+        for threads in (2, 3):
+            assert same_bits(multiply(native, x, weight, torch.float32, threads=threads), one)
+
+
 def test_strides_are_honoured_and_neighbours_left_alone(native: NativeLibrary) -> None:
     for kind in KINDS:
         weight = weight_of(kind, 40, 64)

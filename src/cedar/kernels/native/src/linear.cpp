@@ -56,17 +56,19 @@ void store_block(const float* sums, int64_t stride, int64_t rows, int64_t column
 int linear(const LinearCall& call) {
   if (call.n == 0) return 0;
   const Weight& weight = call.weight;
+  const int threads =
+      worthwhile_threads(weight.out * weight.in * divide_up(call.n, kPanel), call.threads);
   const Path path = choose_path(weight.kind, call.x_dtype, call.quantise);
   const Rows rows = {call.x, call.x_dtype, call.x_stride, nullptr, call.n, weight.in};
   void* data = scratch(kOperandSlot, operand_bytes(path, call.n, weight.in));
-  parallel_for(divide_up(call.n, kPanel), call.threads, [&](int64_t panel) {
+  parallel_for(divide_up(call.n, kPanel), threads, [&](int64_t panel) {
     const int64_t last = (panel + 1) * kPanel;
     prepare(rows, call.quantise, path, panel * kPanel, last < call.n ? last : call.n, data);
   });
   const Operand operand = {path, call.n, weight.in, data};
-  const Grid grid = make_grid(weight.out, call.n, call.threads);
+  const Grid grid = make_grid(weight.out, call.n, threads);
   const int64_t size = call.y_dtype == kBfloat16 ? 2 : 4;
-  parallel_for(grid.row_blocks * grid.column_blocks, call.threads, [&](int64_t chunk) {
+  parallel_for(grid.row_blocks * grid.column_blocks, threads, [&](int64_t chunk) {
     const int64_t row = chunk % grid.row_blocks * grid.rows;
     const int64_t column = chunk / grid.row_blocks * grid.columns;
     const int64_t count = weight.out - row < grid.rows ? weight.out - row : grid.rows;

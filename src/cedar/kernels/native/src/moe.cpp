@@ -51,6 +51,7 @@ struct Plan {
   Strip* strips;
   int64_t num_strips;
   char* hidden;       // [positions, inner] in the call's dtype
+  int threads;
 };
 
 bool is_packed(int32_t kind) { return kind == kFp8Weight || kind == kFp4Weight; }
@@ -165,7 +166,7 @@ void prepare_all(Plan& plan, bool inner) {
   place_operands(plan, inner, size);
   Arena memory = {static_cast<char*>(scratch(inner ? kInnerSlot : kInputSlot, size.used)), 0};
   place_operands(plan, inner, memory);
-  parallel_for(plan.num_strips, plan.call->threads,
+  parallel_for(plan.num_strips, plan.threads,
                [&](int64_t s) { prepare_strip(plan, plan.strips[s], inner); });
 }
 
@@ -261,18 +262,21 @@ void run_batch(const MoeCall& call, int64_t row, int64_t rows) {
   Arena memory = {static_cast<char*>(scratch(kPlanSlot, sizes.used)), 0};
   lay_out(plan, memory);
   sort_rows(plan, memory.take<int64_t>(call.experts + 1));
+  const int64_t panels = (plan.positions + kPanel - 1) / kPanel;
+  plan.threads = worthwhile_threads(
+      (panels > plan.num_groups ? panels : plan.num_groups) * call.inner * call.width, call.threads);
   plan.hidden = static_cast<char*>(scratch(
       kHiddenSlot, static_cast<size_t>(plan.positions * call.inner * value_bytes(call.dtype))));
   prepare_all(plan, false);
   const int64_t step = block_rows(call.inner, plan.num_strips, rows > kPanel ? 128 : call.inner,
-                                  call.threads);
-  for_blocks(call.inner, plan.num_strips, step, call.threads,
+                                  plan.threads);
+  for_blocks(call.inner, plan.num_strips, step, plan.threads,
              [&](int64_t strip, int64_t first, int64_t count) {
                make_hidden(plan, plan.strips[strip], first, count);
              });
   prepare_all(plan, true);
   const int64_t most = rows > kPanel ? 256 : call.width;
-  for_blocks(call.width, 1, block_rows(call.width, 1, most, call.threads), call.threads,
+  for_blocks(call.width, 1, block_rows(call.width, 1, most, plan.threads), plan.threads,
              [&](int64_t, int64_t first, int64_t count) { sum_experts(plan, first, count); });
 }
 

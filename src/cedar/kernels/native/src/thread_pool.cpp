@@ -185,6 +185,11 @@ void run_chunks(int64_t chunks, int threads, ChunkFunction function, void* conte
   pool().run(job, helpers);
 }
 
+int worthwhile_threads(int64_t weights, int threads) {
+  constexpr int64_t kLeastWeights = 1 << 18;
+  return static_cast<int>(std::clamp<int64_t>(weights / kLeastWeights, 1, std::max(threads, 1)));
+}
+
 void* scratch(int slot, size_t bytes) {
   static thread_local Buffer buffers[kScratchSlots];
   Buffer& buffer = buffers[slot];

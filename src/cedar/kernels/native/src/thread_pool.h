@@ -26,6 +26,10 @@ inline void parallel_for(int64_t chunks, int threads, const Body& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
+// How many of `threads` are worth waking for products that read `weights` weight values: each gets some
+// tens of microseconds of them, else handing over costs more than it saves.
+int worthwhile_threads(int64_t weights, int threads);
+
 // A buffer of the calling thread, aligned to 64 bytes, at least `bytes` long, valid until the thread
 // asks for the same slot again; contents are left from earlier use. Slots keep buffers of one call
 // apart. Calls nested in a chunk run on the same thread: they must use other slots.
