@@ -23,10 +23,10 @@ NORM = "layers.0.attn_norm.weight"
 
 def refuse(directory: Path, message: str, kind: type[Exception] = CheckpointError) -> None:
     """Loading must fail with this message, fast enough to be a header check."""
-    begin = time.process_time()
+    begin = time.thread_time()  # other threads of the test process may be busy
     with pytest.raises(kind, match=message):
         cedar.load(directory)
-    assert time.process_time() - begin < 1.0
+    assert time.thread_time() - begin < 1.0
 
 
 def edit_weights(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
