@@ -21,7 +21,7 @@ from cedar.engine.request import FinishReason
 from cedar.engine.sampler import Logprob
 from cedar.engine.sampling_params import SamplingParams
 from cedar.errors import UsageError
-from cedar.loading import PRESET_PREFIX, load, prefix_root, resolve_model
+from cedar.loading import find_tokenizer, load, prefix_root
 from cedar.text.completion import CompletionText
 from cedar.text.tokenizer import Tokenizer
 from cedar.units import parse_bytes
@@ -78,7 +78,7 @@ class LLM:
 
     Args:
         model: a directory, `nano`, `preset:NAME`, or a model already loaded.
-        tokenizer: needed only for text prompts of a loaded model or preset.
+        tokenizer: by default the model directory's; without one, prompts are token ids.
         kernels, dtype, index_key_rule, seed: as `cedar.load`.
         engine: fields of `EngineConfig` (max_model_len, decoder_prefill, ...); `prefix_store_size`
             may also be a text such as "8GiB", and a `~` in `prefix_store_dir` is the home directory.
@@ -116,8 +116,8 @@ class LLM:
             self.model = load(
                 model, kernels=kernels, dtype=dtype, index_key_rule=index_key_rule, seed=seed
             )
-            if tokenizer is None and not str(model).startswith(PRESET_PREFIX):
-                tokenizer = Tokenizer.from_directory(resolve_model(model))
+            if tokenizer is None:
+                tokenizer = find_tokenizer(model)
         self.tokenizer = tokenizer
         root = bytes(KEY_BYTES)
         if config.prefix_store_dir is not None:
@@ -162,7 +162,8 @@ class LLM:
             return list(prompt)
         if self.tokenizer is None:
             raise UsageError(
-                "this model has no tokenizer (random weights); pass the prompt as token ids"
+                f"the prompt is text, {prompt[:40]!r}, but this model has no tokenizer; pass token "
+                "ids (--prompt-ids 1,2,3 on the command line)"
             )
         return self.tokenizer.encode(prompt, add_special_tokens=True)
 

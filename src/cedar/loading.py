@@ -27,6 +27,7 @@ from cedar.kernels.backends import select_operators
 from cedar.kernels.operators import Operators
 from cedar.model.causal_lm import CausalLM
 from cedar.text.token_map import token_map
+from cedar.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 PRESET_PREFIX = "preset:"
 #: Models that ship with the package, as directories under `assets`.
@@ -48,6 +49,20 @@ def resolve_model(name: str | Path) -> Path:
             f"{', '.join(SHIPPED)} (shipped with cedar) or preset:NAME (random weights)"
         )
     return directory
+
+
+def find_tokenizer(name: str | Path) -> Tokenizer | None:
+    """The tokenizer of a model; None for a preset and for a directory that ships none.
+
+    Raises:
+        CheckpointError: the directory does not exist, or its tokenizer is damaged.
+    """
+    if str(name).startswith(PRESET_PREFIX):
+        return None
+    directory = resolve_model(name)
+    if not (directory / TOKENIZER_FILE).is_file():
+        return None
+    return Tokenizer.from_directory(directory)
 
 
 def load(

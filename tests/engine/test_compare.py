@@ -12,6 +12,8 @@ from click.testing import CliRunner
 from cedar.cli.compare import compare
 from cedar.errors import UsageError
 
+VECTORS = Path(__file__).parent.parent / "vectors"
+
 
 def run(*arguments: object) -> str:
     """Standard output of `cedar compare ARGUMENTS`; errors propagate as the entry point sees them."""
@@ -69,6 +71,13 @@ def test_a_trained_model_runs_the_flows_its_weights_support_and_its_text_comes_o
     assert [line.split(" wrote: ")[0] for line in wrote] == ["csa2", "ced+csa2"]
     assert all(len(line.split(" wrote: ")[1]) > 8 for line in wrote)
     assert "none: not run, its weights lack" in table
+
+
+def test_a_directory_without_a_tokenizer_is_compared_on_random_ids() -> None:
+    table = run(VECTORS / "m1-tiny-text-bf16", "--input-tokens", 20, "--output-tokens", 2)
+    assert " wrote: " not in table
+    with pytest.raises(UsageError, match="needs a model with a tokenizer"):
+        run(VECTORS / "m1-tiny-text-bf16", "--prompt-file", Path(__file__))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,11 @@ from typing import NamedTuple
 import pytest
 
 from cedar.cli.main import main
+from cedar.engine.sampling_params import SamplingParams
+from cedar.errors import UsageError
+from cedar.llm import LLM
+from cedar.server.config import ServerConfig
+from cedar.server.launch import build_service
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 
@@ -122,3 +127,28 @@ def test_mistakes_exit_with_their_code_and_one_sentence(
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_a_directory_without_a_tokenizer_takes_and_gives_token_ids() -> None:
+    model = str(VECTORS / "m1-tiny-text-bf16")
+    done = cedar("generate", model, "--prompt-ids", "1,2,3", "--max-tokens", "2", "--ignore-eos")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split(",")) == 2
+    refused = cedar("generate", model, "--prompt", "hi")
+    assert refused.returncode == 2
+    assert "text, 'hi', but this model has no tokenizer" in refused.stderr
+
+
+def test_the_offline_api_runs_token_ids_without_a_tokenizer() -> None:
+    llm = LLM(VECTORS / "m1-tiny-text-bf16", max_model_len=64)
+    (result,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert len(result.outputs[0].token_ids) == 2
+    with pytest.raises(UsageError, match="no tokenizer"):
+        llm.generate("hi")
+
+
+def test_a_server_of_a_directory_without_a_tokenizer_offers_no_chat() -> None:
+    service = build_service(str(VECTORS / "m1-tiny-text-bf16"), ServerConfig(), {})
+    assert service.tokenizer is None
+    assert service.template is None
+    assert "no tokenizer" in service.no_chat

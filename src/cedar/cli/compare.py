@@ -45,18 +45,14 @@ def compare(
     planned = resolve_model(model)
     from cedar.bench.flows import random_flow_models, run_flow, trained_flow_models
     from cedar.kernels.backends import select_operators
-    from cedar.loading import PRESET_PREFIX, load, reload_as
-    from cedar.loading import resolve_model as model_directory
-    from cedar.text.tokenizer import Tokenizer
+    from cedar.loading import PRESET_PREFIX, find_tokenizer, load, reload_as
 
     ops = select_operators(kernels)
     reasons: dict[Any, str] = {}
-    tokenizer = None
+    tokenizer = find_tokenizer(model)
     if model.startswith(PRESET_PREFIX):
         models = random_flow_models(planned.config, ops, seed)
     else:
-        directory = model_directory(model)
-        tokenizer = Tokenizer.from_directory(directory)
         loaded = load(model, kernels=kernels, dtype=dtype, index_key_rule=index_key_rule)  # type: ignore[arg-type]
         models, reasons = trained_flow_models(loaded, lambda config: reload_as(loaded, config))
     prompt = _prompt(input_tokens, prompt_file, tokenizer, planned.config.vocab_size, seed)
@@ -89,7 +85,10 @@ def _prompt(
 ) -> list[int]:
     if file is not None:
         if tokenizer is None:
-            raise UsageError("--prompt-file needs a model with a tokenizer; use --input-tokens")
+            raise UsageError(
+                f"--prompt-file {file} needs a model with a tokenizer, which this one has not; use "
+                "--input-tokens"
+            )
         return list(tokenizer.encode(read_text(file), add_special_tokens=True))
     import random
 

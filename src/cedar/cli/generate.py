@@ -49,8 +49,7 @@ def generate(
     given = _prompt(prompt, prompt_file, prompt_ids)
     from cedar.engine.sampling_params import SamplingParams
     from cedar.llm import LLM
-    from cedar.loading import PRESET_PREFIX, load, resolve_model
-    from cedar.text.tokenizer import Tokenizer
+    from cedar.loading import find_tokenizer, load
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
@@ -58,8 +57,7 @@ def generate(
     )  # fmt: skip
     begin = time.perf_counter()
     loaded = load(model, kernels=kernels, dtype=dtype, index_key_rule=index_key_rule, seed=seed)  # type: ignore[arg-type]
-    has_tokenizer = not model.startswith(PRESET_PREFIX)
-    tokenizer = Tokenizer.from_directory(resolve_model(model)) if has_tokenizer else None
+    tokenizer = find_tokenizer(model)
     _say(
         f"loaded {model} in {format_seconds(time.perf_counter() - begin)}, kernels={loaded.ops.name}"
         f", index_key_rule={index_key_rule}"
@@ -85,7 +83,7 @@ def generate(
     if as_json:
         click.echo(json.dumps(record, ensure_ascii=False))
     else:
-        click.echo("" if has_tokenizer else ",".join(map(str, out_ids)))
+        click.echo(",".join(map(str, out_ids)) if tokenizer is None else "")
     _say(_account_text(record))
 
 

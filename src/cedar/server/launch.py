@@ -33,6 +33,7 @@ DEFAULT_MODEL_LEN = 8192
 _FLUSH_SECONDS = 5
 _POLL_SECONDS = 0.05
 INTERRUPTED = 130
+_NO_TEXT = "this model has no tokenizer; pass token ids"
 
 
 def build_service(
@@ -43,7 +44,7 @@ def build_service(
     """Load a model and everything around it.
 
     Args:
-        model: a directory, `nano` or `preset:NAME` (token ids only).
+        model: a directory, `nano` or `preset:NAME`; token ids only where it has no tokenizer.
         engine: fields of `EngineConfig`; `max_model_len` may be None.
         kernels, dtype, index_key_rule, seed: as `cedar.load`.
         chat_template: a Jinja file to use instead of the model's own format.
@@ -63,8 +64,7 @@ def build_service(
         )  # fmt: skip
 
     if model.startswith(PRESET_PREFIX):
-        no_chat = "this model has random weights and no tokenizer; pass token ids"
-        return Service(start(preset(model.removeprefix(PRESET_PREFIX))), config, no_chat=no_chat)
+        return Service(start(preset(model.removeprefix(PRESET_PREFIX))), config, no_chat=_NO_TEXT)
     directory = resolve_model(model)
     template, no_chat = None, ""
     try:
@@ -75,6 +75,8 @@ def build_service(
         no_chat = str(error)
     defaults = sampling_defaults(directory)
     llm = start(ModelConfig.from_pretrained(directory))
+    if llm.tokenizer is None:
+        template, no_chat = None, _NO_TEXT
     return Service(llm, config, template=template, no_chat=no_chat, defaults=defaults)
 
 
