@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from cedar.bench.record import environment
 from cedar.cli.compare import compare
+from cedar.config.model_config import ModelConfig
+from cedar.engine.loaded_model import LoadedModel
 from cedar.errors import UsageError
+from cedar.loading import from_config
 
 VECTORS = Path(__file__).parent.parent / "vectors"
 
@@ -71,6 +76,53 @@ def test_a_trained_model_runs_the_flows_its_weights_support_and_its_text_comes_o
     assert [line.split(" wrote: ")[0] for line in wrote] == ["csa2", "ced+csa2"]
     assert all(len(line.split(" wrote: ")[1]) > 8 for line in wrote)
     assert "none: not run, its weights lack" in table
+
+
+def test_options_reach_random_models_and_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+
+    def build(config: ModelConfig, **options: Any) -> LoadedModel:
+        built.append((options["dtype"], options["index_key_rule"]))
+        return from_config(config, **options)
+
+    monkeypatch.setattr("cedar.loading.from_config", build)
+    sizes = ("preset:tiny-article", "--input-tokens", 5, "--output-tokens", 1, "--json")
+    other = json.loads(run(*sizes, "--dtype", "float32", "--index-key-rule", "as_shipped"))
+    assert (other["dtype"], other["index_key_rule"]) == ("float32", "as_shipped")
+    assert built == [(torch.float32, "as_shipped")] * 4
+
+
+def test_the_record_names_the_processor(record: dict[str, Any]) -> None:
+    machine, known = record["machine_measured"], environment()
+    assert machine["processor"] == known["processor"]
+    assert machine["commit"] == known["commit"]
+
+
+def test_no_ratio_is_printed_for_flows_that_ran_the_same_token_layers() -> None:
+    short = run("preset:tiny-article", "--input-tokens", 5, "--output-tokens", 1)
+    assert "prefill time ced / none: no ratio, both ran the same" in short
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for page in (tmp_path, tmp_path / "file" / "page.html"):
+        result = CliRunner().invoke(
+            compare, ["preset:tiny-article", "--input-tokens", "5", "--html", str(page)],
+            standalone_mode=False,
+        )  # fmt: skip
+        assert isinstance(result.exception, UsageError)
+        assert "cannot write" in str(result.exception)
+        assert "building" not in result.stderr
+
+
+def test_a_flow_the_plan_cannot_run_is_reported_with_its_reason() -> None:
+    sizes = ("--input-tokens", 20, "--output-tokens", 2)
+    table = run(VECTORS / "m3-tiny-engram", *sizes)
+    assert "ced+csa2: not run, layer " in table
+    assert "has an Engram at or above" in table
+    flows = json.loads(run(VECTORS / "m3-tiny-engram", *sizes, "--json"))["flows"]
+    assert "measured" in flows["csa2"]
+    assert "has an Engram at or above" in flows["ced+csa2"]["not_measured"]
 
 
 def test_a_directory_without_a_tokenizer_is_compared_on_random_ids() -> None:

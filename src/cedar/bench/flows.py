@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,16 @@ from cedar.cache.store_records import Record
 from cedar.cache.transfer import block_payload
 from cedar.config.flows import FLOWS, Flow, flow_config
 from cedar.config.model_config import ModelConfig
+from cedar.config.modes import DecoderPrefill
 from cedar.config.weight_schema import weight_schema
 from cedar.engine.account import Account
 from cedar.engine.loaded_model import LoadedModel
 from cedar.errors import UsageError
-from cedar.kernels.operators import Operators
-from cedar.loading import from_config
 
 Progress = Callable[[str], None]
+FlowModels = Mapping[Flow, Callable[[], LoadedModel]]
+#: Prompt tokens read before the clock starts, so that no flow pays for first calls.
+_WARM_UP_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class FlowRun:
         account: tokens, layers and seconds of the phases.
         kv_bytes, window_bytes: in use after the last token, counted from the buffers.
         persisted: what a prefix store took of it.
-        first_token_seconds: prefill wall time.   decode_seconds: of all steps.
+        prefill_seconds: prefill wall time.   decode_seconds: of all steps.
         peak_bytes: most memory in use above the start of the run (resident set).
         output_ids: greedy tokens.
     """
@@ -61,27 +64,31 @@ class FlowRun:
     kv_bytes: int
     window_bytes: int
     persisted: Persisted
-    first_token_seconds: float
+    prefill_seconds: float
     decode_seconds: float
     peak_bytes: int
     output_ids: tuple[int, ...]
 
+    @property
+    def prefill_token_layers(self) -> int:
+        """Tokens x layers that prefill ran, in encoder and decoder."""
+        return self.account.encode.token_layers + self.account.replay.token_layers
+
     def to_dict(self) -> dict[str, Any]:
         """Measured values, as the `measured` object of the record."""
         account = self.account
-        decoder = account.replay.token_layers
         return {
             "kind": "measured",
             "decoder_prefill": self.decoder_prefill,
             "kv_bytes": self.kv_bytes,
             "window_bytes": self.window_bytes,
-            "prefill_seconds": self.first_token_seconds,
+            "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
             "encode_token_layers": account.encode.token_layers,
             "project_token_layers": account.project.token_layers,
-            "decoder_token_layers": decoder,
+            "decoder_token_layers": account.replay.token_layers,
             "decode_token_layers": account.decode.token_layers,
-            "prefill_token_layers": account.encode.token_layers + decoder,
+            "prefill_token_layers": self.prefill_token_layers,
             "phases": account.to_dict(),
             "peak_bytes": self.peak_bytes,
             "persisted_bytes": self.persisted.row_bytes,
@@ -91,28 +98,30 @@ class FlowRun:
 
 
 def random_flow_models(
-    config: ModelConfig, ops: Operators, seed: int
-) -> Mapping[Flow, Callable[[], LoadedModel]]:
-    """One constructor per flow of a random-weight model; built one at a time to save memory."""
+    config: ModelConfig, build: Callable[[ModelConfig], LoadedModel]
+) -> tuple[FlowModels, dict[Flow, str]]:
+    """Constructors of the flows a random-weight model can run, and why not for the others.
 
-    def build(flow: Flow) -> Callable[[], LoadedModel]:
-        return lambda: from_config(flow_config(config, flow), ops=ops, seed=seed)
-
-    return {flow: build(flow) for flow in FLOWS}
+    Args:
+        build: random weights of a config; called flow by flow, to save memory.
+    """
+    reasons = {flow: blocker for flow in FLOWS if (blocker := _blocker(config, flow)) is not None}
+    possible = [flow for flow in FLOWS if flow not in reasons]
+    return {flow: partial(build, flow_config(config, flow)) for flow in possible}, reasons
 
 
 def trained_flow_models(
     model: LoadedModel, rebuild: Callable[[ModelConfig], LoadedModel]
-) -> tuple[Mapping[Flow, Callable[[], LoadedModel]], dict[Flow, str]]:
+) -> tuple[FlowModels, dict[Flow, str]]:
     """Constructors of the flows whose tensors a trained model has, and why not for the others.
 
     Args:
         rebuild: the same weights under another config of the same tensors.
     """
     have = {tensor.name for tensor in weight_schema(model.config)}
-    possible: dict[Flow, Callable[[], LoadedModel]] = {}
-    reasons: dict[Flow, str] = {}
-    for flow in FLOWS:
+    possible, reasons = random_flow_models(model.config, rebuild)
+    possible = dict(possible)
+    for flow in list(possible):
         config = flow_config(model.config, flow)
         lacking = sorted({tensor.name for tensor in weight_schema(config)} - have)
         if lacking:
@@ -120,9 +129,13 @@ def trained_flow_models(
                 f"its weights lack {len(lacking)} tensors this flow needs, such as {lacking[0]}: the "
                 f"model was trained with shared rows"
             )
-        else:
-            possible[flow] = lambda config=config: rebuild(config)  # type: ignore[misc]
+            del possible[flow]
     return possible, reasons
+
+
+def _blocker(config: ModelConfig, flow: Flow) -> str | None:
+    """Why this model cannot run a flow; None if it can."""
+    return flow_config(config, flow).plan.ced_blocker if FLOWS[flow][0] else None
 
 
 def run_flow(
@@ -130,13 +143,16 @@ def run_flow(
 ) -> FlowRun:
     """Prefill the prompt, then decode greedily; every output token is stored, as the ledger counts.
 
+    A short prefill and one step come first and are not measured.
+
     Raises:
         UsageError: an empty prompt or no output.
     """
     if not prompt or output_tokens < 1:
         raise UsageError("a comparison needs at least one input and one output token")
-    mode = "report" if FLOWS[flow][0] else "full"
+    mode: DecoderPrefill = "report" if FLOWS[flow][0] else "full"
     account = Account()
+    _warm_up(model, prompt[:_WARM_UP_TOKENS], mode)
     with PeakMemory() as memory:
         state = model.new_state(len(prompt) + output_tokens)
         ids = torch.tensor([list(prompt)])
@@ -158,11 +174,17 @@ def run_flow(
         kv_bytes=state.kv_bytes(),
         window_bytes=state.window_bytes(),
         persisted=persist(state, [*prompt, *output]),
-        first_token_seconds=prefill_seconds,
+        prefill_seconds=prefill_seconds,
         decode_seconds=decode_seconds,
         peak_bytes=memory.peak_bytes,
         output_ids=tuple(output),
     )
+
+
+def _warm_up(model: LoadedModel, prompt: Sequence[int], mode: DecoderPrefill) -> None:
+    state = model.new_state(len(prompt) + 1)
+    logits = model.prefill(torch.tensor([list(prompt)]), state, decoder_prefill=mode)
+    model.step(logits.argmax(-1), state)
 
 
 def persist(state: ModelState, token_ids: Sequence[int]) -> Persisted:
@@ -193,7 +215,7 @@ def persist(state: ModelState, token_ids: Sequence[int]) -> Persisted:
 
 
 def _read(
-    model: LoadedModel, ids: torch.Tensor, state: Any, mode: str, account: Account,
+    model: LoadedModel, ids: torch.Tensor, state: Any, mode: DecoderPrefill, account: Account,
     progress: Progress, flow: Flow,
 ) -> torch.Tensor:  # fmt: skip
     """Prefill in one call; says how far it is between chunks."""
@@ -201,4 +223,4 @@ def _read(
     def report(done: int) -> None:
         progress(f"{flow}: read {done:,} of {ids.shape[1]:,} prompt tokens")
 
-    return model.prefill(ids, state, decoder_prefill=mode, account=account, progress=report)  # type: ignore[arg-type]
+    return model.prefill(ids, state, decoder_prefill=mode, account=account, progress=report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import platform
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,10 @@ import click
 
 from cedar.cli.options import model_options, read_text
 from cedar.errors import UsageError
+from cedar.page.page import check_writable, write_page
 from cedar.planner.export import make_report, to_json
 from cedar.planner.flows import Planner
-from cedar.planner.request import Request
+from cedar.planner.request import Flow, Request
 from cedar.planner.source import resolve_model
 from cedar.units import format_bytes, format_count, format_flops, format_seconds
 
@@ -43,25 +44,31 @@ def compare(
     if input_tokens is not None:
         Request(input_tokens=input_tokens, output_tokens=output_tokens)
     planned = resolve_model(model)
+    if html is not None:
+        check_writable(html)
+    import torch
+
     from cedar.bench.flows import random_flow_models, run_flow, trained_flow_models
+    from cedar.bench.record import environment
     from cedar.kernels.backends import select_operators
-    from cedar.loading import PRESET_PREFIX, find_tokenizer, load, reload_as
+    from cedar.loading import PRESET_PREFIX, find_tokenizer, from_config, load, reload_as
 
     ops = select_operators(kernels)
-    reasons: dict[Any, str] = {}
     tokenizer = find_tokenizer(model)
     if model.startswith(PRESET_PREFIX):
-        models = random_flow_models(planned.config, ops, seed)
+        build = partial(from_config, ops=ops, dtype=getattr(torch, dtype),
+                        index_key_rule=index_key_rule, seed=seed)  # type: ignore[arg-type]  # fmt: skip
+        models, reasons = random_flow_models(planned.config, build)
     else:
         loaded = load(model, kernels=kernels, dtype=dtype, index_key_rule=index_key_rule)  # type: ignore[arg-type]
         models, reasons = trained_flow_models(loaded, lambda config: reload_as(loaded, config))
     prompt = _prompt(input_tokens, prompt_file, tokenizer, planned.config.vocab_size, seed)
     request = Request(input_tokens=len(prompt), output_tokens=output_tokens)
     runs = {}
-    for flow, build in models.items():
+    for flow, make in models.items():
         click.echo(f"{flow}: building, kernels={ops.name}", err=True)
         runs[flow] = run_flow(
-            flow, build(), prompt, output_tokens, lambda line: click.echo(line, err=True)
+            flow, make(), prompt, output_tokens, lambda line: click.echo(line, err=True)
         )
     report = make_report(Planner(planned), request)
     record = to_json(report)
@@ -71,12 +78,10 @@ def compare(
             record["flows"][flow]["measured"]["text"] = tokenizer.decode(run.output_ids)
     for flow, reason in reasons.items():
         record["flows"].setdefault(flow, {})["not_measured"] = reason
-    record |= {"schema": "cedar.compare", "machine_measured": _machine(), "kernels": ops.name,
-               "seed": seed}  # fmt: skip
+    record |= {"schema": "cedar.compare", "machine_measured": environment(), "kernels": ops.name,
+               "dtype": dtype, "index_key_rule": index_key_rule, "seed": seed}  # fmt: skip
     click.echo(json.dumps(record, ensure_ascii=False) if as_json else _table(record, runs))
     if html is not None:
-        from cedar.page.page import write_page
-
         write_page(html, compare=record)
 
 
@@ -97,11 +102,14 @@ def _prompt(
     return [draw.randrange(3, vocab_size) for _ in range(tokens)]
 
 
-def _machine() -> dict[str, Any]:
-    import torch
-
-    return {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads(),
-            "torch": torch.__version__, "python": platform.python_version()}  # fmt: skip
+def _prefill_ratio(runs: dict[Any, FlowRun], flow: Flow, base: Flow) -> list[str]:
+    """The line that compares two flows' prefill; none unless both ran."""
+    if flow not in runs or base not in runs:
+        return []
+    name, ran = f"prefill time {flow} / {base}", runs[flow].prefill_token_layers
+    if ran == runs[base].prefill_token_layers:
+        return [f"{name}: no ratio, both ran the same {ran:,} token-layers"]
+    return [f"{name}: {runs[flow].prefill_seconds / runs[base].prefill_seconds:.3f}"]
 
 
 def _table(record: dict[str, Any], runs: dict[Any, FlowRun]) -> str:
@@ -149,12 +157,7 @@ def _table(record: dict[str, Any], runs: dict[Any, FlowRun]) -> str:
     row("activated parameters, prefill", lambda flow: format_count(flow["activated_prefill"]))
     row("activated parameters, decode", lambda flow: format_count(flow["activated_decode"]))
     row("peak memory above start", measured("peak_bytes", format_bytes))
-    if "none" in runs and "ced" in runs:
-        ratio = runs["ced"].first_token_seconds / runs["none"].first_token_seconds
-        lines += ["", f"prefill time ced / none: {ratio:.3f}"]
-    if "csa2" in runs and "ced+csa2" in runs:
-        ratio = runs["ced+csa2"].first_token_seconds / runs["csa2"].first_token_seconds
-        lines.append(f"prefill time ced+csa2 / csa2: {ratio:.3f}")
+    lines += ["", *_prefill_ratio(runs, "ced", "none"), *_prefill_ratio(runs, "ced+csa2", "csa2")]
     for flow in flows:
         if "not_measured" in record["flows"][flow]:
             lines.append(f"{flow}: not run, {record['flows'][flow]['not_measured']}")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from errno import EISDIR
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -48,18 +49,43 @@ def write_page(
     planners = page_planners(models, compare)
     request = request or first_request(compare)
     document = render_page(page_data(planners, request, flow), compare)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    partial = _partial(path)
+    with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(document, encoding="utf-8")
         partial.replace(path)
+    return path
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a path that `write_page` could not write; makes its directories.
+
+    Raises:
+        UsageError: it is a directory, or nothing can be written beside it.
+    """
+    with _writing(path):
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _partial(path).touch()
+        _partial(path).unlink()
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """A failure to write becomes a refusal, and nothing is left behind."""
+    try:
+        yield
     except OSError as error:
         with suppress(OSError):
-            partial.unlink()
+            _partial(path).unlink()
         raise UsageError(
-            f"cannot write {path}: {error.strerror}; choose a directory you can write to"
+            f"cannot write {path}: {error.strerror}; choose a file in a directory you can write to"
         ) from None
-    return path
 
 
 def first_request(record: dict[str, Any] | None) -> Request:
