@@ -15,24 +15,27 @@ import pytest
 from cedar.config import ModelConfig, preset
 from cedar.config.weight_schema import weight_schema
 from cedar.errors import UsageError
+from cedar.planner.export import make_report
 from cedar.planner.flows import Planner, Site
 from cedar.planner.hardware import find_machine
 from cedar.planner.request import Request
 from cedar.planner.residency import CLASSES
+from cedar.planner.sections import title
 from cedar.planner.source import resolve_model
 from cedar.planner.weights import expert_bytes, padded_width
 
 REQUEST = Request(input_tokens=30, output_tokens=2)
 
 
-def write_headers(folder: Path, config: ModelConfig, *, extra: int = 0, drop: str = "") -> int:
+def write_headers(folder: Path, config: ModelConfig, *, extra: int = 0, drop: str = "",
+                  retyped: str = "") -> int:  # fmt: skip
     """A config and a safetensors file that ends after its header; returns the payload it promises."""
     header: dict[str, object] = {}
     end = 0
     for tensor in weight_schema(config):
         if tensor.name != drop:
             header[tensor.name] = {
-                "dtype": tensor.tag,
+                "dtype": "F16" if tensor.name == retyped else tensor.tag,
                 "shape": list(tensor.shape),
                 "data_offsets": [end, end + tensor.nbytes],
             }
@@ -74,6 +77,15 @@ def test_unknown_and_missing_tensors_are_named_and_still_counted(tmp_path: Path)
     assert model.unknown == ("extra.weight",)
     assert model.missing == ("norm.weight",)
     assert Planner(model).plan(REQUEST, "csa2").ledger["weights.total_bytes"] == promised
+
+
+def test_the_report_says_what_the_files_lack_and_hold_otherwise(tmp_path: Path) -> None:
+    write_headers(tmp_path, preset("tiny"), extra=1_000, drop="norm.weight", retyped="head.weight")
+    report = make_report(Planner(resolve_model(str(tmp_path))), REQUEST, "csa2")
+    text = "\n".join(title(report))
+    assert "the files lack 1 tensor that the config asks for: norm.weight" in text
+    assert "the files hold 1 tensor that the config does not ask for: extra.weight" in text
+    assert "1 tensor in another dtype or shape than the config asks for: head.weight is F16" in text
 
 
 def test_shards_without_an_index_are_read_together(tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def _model(report: PlanReport) -> dict[str, Any]:
         "tensors": model.tensors,
         "unknown_tensors": list(model.unknown),
         "missing_tensors": list(model.missing),
+        "differing_tensors": list(model.differing),
     }
 
 

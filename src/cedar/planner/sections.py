@@ -50,10 +50,19 @@ def title(report: PlanReport) -> list[str]:
         f"{len(plan)} layers = {len(plan.encoder)} encoder + {len(plan.decoder)} decoder, window "
         f"{plan.sliding_window}, KV owners {owners}{headers}",
     ]
-    for kind, names in (("does not know", model.unknown), ("misses", model.missing)):
+    for names, verb, fault in (
+        (model.unknown, "hold", "that the config does not ask for"),
+        (model.missing, "lack", "that the config asks for"),
+        (model.differing, "hold", "in another dtype or shape than the config asks for"),
+    ):
         if names:
-            lines.append(f"warning: the config {kind} {len(names):,} tensors, like {names[0]}")
+            count = "1 tensor" if len(names) == 1 else f"{len(names):,} tensors"
+            lines.append(f"warning: the files {verb} {count} {fault}: {_first(names)}")
     return lines
+
+
+def _first(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"
 
 
 def _billions(value: float) -> str:

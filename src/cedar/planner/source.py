@@ -26,6 +26,7 @@ class PlannedModel:
         tensors: tensors in the headers; None without.
         unknown: tensors in the headers that the config does not ask for (counted as resident).
         missing: tensors the config asks for that no header holds.
+        differing: tensors stored in another dtype or shape than the config asks for, and how.
     """
 
     name: str
@@ -34,6 +35,7 @@ class PlannedModel:
     tensors: int | None = None
     unknown: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
 
 
 def resolve_model(argument: str) -> PlannedModel:
@@ -74,7 +76,8 @@ def _headers(path: Path) -> dict[str, TensorHeader]:
 
 
 def _with_headers(name: str, config: ModelConfig, headers: dict[str, TensorHeader]) -> PlannedModel:
-    parts = {tensor.name: weight_class(tensor.part) for tensor in weight_schema(config)}
+    schema = {tensor.name: tensor for tensor in weight_schema(config)}
+    parts = {tensor.name: weight_class(tensor.part) for tensor in schema.values()}
     sums: dict[WeightClass, int] = dict.fromkeys(CLASSES, 0)
     for header in headers.values():
         sums[parts.get(header.name, "resident")] += header.nbytes
@@ -85,4 +88,10 @@ def _with_headers(name: str, config: ModelConfig, headers: dict[str, TensorHeade
         tensors=len(headers),
         unknown=tuple(sorted(headers.keys() - parts.keys())),
         missing=tuple(sorted(parts.keys() - headers.keys())),
+        differing=tuple(
+            f"{key} is {headers[key].tag} {list(headers[key].shape)}, expected {schema[key].tag} "
+            f"{list(schema[key].shape)}"
+            for key in sorted(schema.keys() & headers.keys())
+            if (headers[key].tag, headers[key].shape) != (schema[key].tag, schema[key].shape)
+        ),
     )
