@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -14,7 +15,7 @@ from cedar.bench.record import environment
 from cedar.cli.compare import compare
 from cedar.config.model_config import ModelConfig
 from cedar.engine.loaded_model import LoadedModel
-from cedar.errors import UsageError
+from cedar.errors import RequestError, UsageError
 from cedar.loading import from_config
 
 VECTORS = Path(__file__).parent.parent / "vectors"
@@ -136,13 +137,19 @@ def test_a_directory_without_a_tokenizer_is_compared_on_random_ids() -> None:
     ("arguments", "message"),
     [
         ((), "exactly one of --input-tokens"),
-        (("--input-tokens", 0), "input_tokens=0"),
-        (("--input-tokens", 5, "--output-tokens", 0), "output_tokens=0"),
+        (("--input-tokens", 0), "--input-tokens '0' must be at least 1"),
+        (("--input-tokens", 5, "--output-tokens", 0), "--output-tokens '0' must be at least 1"),
         (("--prompt-file", "no-such-file"), "needs a model with a tokenizer"),
     ],
 )
 def test_bad_sizes_are_refused_before_a_model_is_built(
     arguments: tuple[object, ...], message: str
 ) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises((UsageError, click.BadParameter)) as refused:
         run("preset:tiny-article", *arguments)
+    assert message in str(refused.value)
+
+
+def test_sizes_are_written_as_for_the_planner() -> None:
+    with pytest.raises(RequestError, match="30,000 input"):
+        run("preset:tiny-article", "--input-tokens", "30k")

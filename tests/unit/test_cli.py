@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from cedar.cli.main import main
+from cedar.cli.options import read_text
 from cedar.engine.sampling_params import SamplingParams
 from cedar.errors import UsageError
 from cedar.llm import LLM
@@ -152,3 +153,8 @@ def test_a_server_of_a_directory_without_a_tokenizer_offers_no_chat() -> None:
     assert service.tokenizer is None
     assert service.template is None
     assert "no tokenizer" in service.no_chat
+
+
+def test_a_prompt_file_named_minus_is_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Gr\u00fcn".encode())))
+    assert read_text(Path("-")) == "Gr\u00fcn"

@@ -138,3 +138,9 @@ def test_a_good_record_brings_its_model_and_request(tmp_path: Path) -> None:
     assert document["models"] == ["preset:tiny", "nano"]
     text = (tmp_path / "cedar.html").read_text(encoding="utf-8")
     assert '"controls":{"input_tokens":20,"output_tokens":5' in text
+
+
+def test_the_default_request_fits_a_model_with_a_short_context(tmp_path: Path) -> None:
+    run("--out", tmp_path, "--model", "preset:tiny")
+    text = (tmp_path / "cedar.html").read_text(encoding="utf-8")
+    assert '"controls":{"input_tokens":3096,"output_tokens":1000' in text

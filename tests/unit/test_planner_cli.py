@@ -153,7 +153,7 @@ def test_a_bad_value_names_the_option_and_what_is_allowed(
     [
         (("preset:article", "--input-tokens", "2000000"), "at most 1,048,576", RequestError),
         (("nano", "--input-tokens", "99999999999999999999"), "at most 1,048,576", RequestError),
-        (("preset:tiny",), "at most 4,096", RequestError),
+        (("preset:tiny", "--input-tokens", "30k"), "at most 4,096", RequestError),
         (("nano", "--block-size", "129"), "multiple of 2", RequestError),
         (
             ("nano", "--decoder-prefill", "exact", "--replay-windows", "2"),
@@ -222,3 +222,17 @@ def test_planning_imports_no_torch_and_prints_one_json_document() -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["schema"] == "cedar.plan"
     assert done.stderr == ""
+
+
+def test_the_default_request_shrinks_to_the_context_and_says_so() -> None:
+    result = CliRunner().invoke(plan, ["preset:tiny", "--machine", "none", "--json"])
+    request = json.loads(result.stdout)["request"]
+    assert (request["input_tokens"], request["output_tokens"]) == (3_096, 1_000)
+    assert "note: 3,096 input + 1,000 output tokens" in result.stderr
+    assert "--input-tokens" in result.stderr
+
+
+def test_a_fit_without_a_machine_is_refused_before_anything_is_printed() -> None:
+    result = CliRunner().invoke(plan, ["nano", "--machine", "none", "--require-fit"])
+    assert isinstance(result.exception, UsageError)
+    assert result.stdout == ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cedar.cli.options import model_options, read_text
+from cedar.cli.options import TOKENS, model_options, read_text
 from cedar.errors import UsageError
 from cedar.page.page import check_writable, write_page
 from cedar.planner.export import make_report, to_json
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 @click.command()
 @model_options
-@click.option("--input-tokens", type=int, help="Random prompt of this length.")
-@click.option("--output-tokens", type=int, default=64, show_default=True)
+@click.option("--input-tokens", type=TOKENS, help="Random prompt of this length: 30000 or 30k.")
+@click.option("--output-tokens", type=TOKENS, default=64, show_default=True)
 @click.option(
-    "--prompt-file", type=click.Path(path_type=Path), help="Prompt text (trained models)."
+    "--prompt-file",
+    type=click.Path(path_type=Path),
+    help="Prompt text (trained models); - reads stdin.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 @click.option(
@@ -41,9 +43,9 @@ def compare(
     """Run none, ced, csa2 and ced+csa2 on one request and compare what they ran and stored."""
     if (input_tokens is None) == (prompt_file is None):
         raise UsageError("give exactly one of --input-tokens (random prompt) and --prompt-file")
-    if input_tokens is not None:
-        Request(input_tokens=input_tokens, output_tokens=output_tokens)
     planned = resolve_model(model)
+    if input_tokens is not None:
+        Request(input_tokens=input_tokens, output_tokens=output_tokens).check(planned.config)
     if html is not None:
         check_writable(html)
     import torch

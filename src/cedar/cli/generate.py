@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 @click.command()
 @model_options
 @click.option("--prompt", help="Prompt text.")
-@click.option("--prompt-file", type=click.Path(path_type=Path), help="File with the prompt text.")
+@click.option(
+    "--prompt-file", type=click.Path(path_type=Path),
+    help="File with the prompt text; - reads stdin.",
+)  # fmt: skip
 @click.option(
     "--prompt-ids", help="Prompt as token ids, comma separated (models without tokenizer)."
 )

@@ -8,9 +8,46 @@ from typing import Any, TypeVar
 
 import click
 
-from cedar.errors import UsageError
+from cedar.config import ModelConfig
+from cedar.errors import CedarError, UsageError
+from cedar.planner.request import INPUT_TOKENS, OUTPUT_TOKENS, default_sizes
+from cedar.units import parse_tokens
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.3
+    """A value read by one of the parsers of `cedar.units`."""
+
+    def __init__(self, name: str, parse: Callable[[str, str], Any]) -> None:
+        self.name, self._parse = name, parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse a string; a default that is already a number passes."""
+        if not isinstance(value, str):
+            return value
+        what = param.opts[-1] if param is not None and param.opts else self.name
+        try:
+            return self._parse(value, what)
+        except CedarError as error:
+            return self.fail(str(error), param, ctx)
+
+
+TOKENS = Parsed("tokens", parse_tokens)
+
+
+def request_sizes(
+    config: ModelConfig, input_tokens: int | None, output_tokens: int | None
+) -> dict[str, int]:
+    """`input_tokens` and `output_tokens`; says on stderr when a default had to shrink to fit."""
+    sizes = default_sizes(config, input_tokens, output_tokens)
+    if sizes != (input_tokens or INPUT_TOKENS, output_tokens or OUTPUT_TOKENS):
+        click.echo(
+            f"note: {sizes[0]:,} input + {sizes[1]:,} output tokens, because this model's context "
+            f"has {config.max_position_embeddings:,}; choose with --input-tokens and --output-tokens",
+            err=True,
+        )
+    return {"input_tokens": sizes[0], "output_tokens": sizes[1]}
 
 
 def model_options(command: F) -> F:
@@ -37,12 +74,14 @@ def model_options(command: F) -> F:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 text file.
+    """A UTF-8 text file, or standard input for `-`.
 
     Raises:
         UsageError: it cannot be read or is not UTF-8.
     """
     try:
+        if str(path) == "-":
+            return click.get_binary_stream("stdin").read().decode("utf-8")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path} as UTF-8 text: {error}") from None

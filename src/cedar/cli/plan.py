@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from cedar.errors import CedarError, UsageError
+from cedar.cli.options import TOKENS, Parsed, request_sizes
+from cedar.errors import UsageError
 from cedar.planner.export import make_report, to_json
 from cedar.planner.flows import Planner, Site
 from cedar.planner.hardware import Machine, find_machine
@@ -17,24 +18,7 @@ from cedar.planner.render import to_markdown, to_text
 from cedar.planner.request import DECODER_PREFILL, ENCODER_REPLAY, FLOWS, Request
 from cedar.planner.source import resolve_model
 from cedar.planner.weights import Place, WeightClass
-from cedar.units import parse_bytes, parse_fraction, parse_rate, parse_tokens
-
-
-class _Parsed(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.3
-    """A value read by one of the parsers of `cedar.units`."""
-
-    def __init__(self, name: str, parse: Callable[[str, str], Any]) -> None:
-        self.name, self._parse = name, parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse a string; a default that is already a number passes."""
-        if not isinstance(value, str):
-            return value
-        what = param.opts[-1] if param is not None and param.opts else self.name
-        try:
-            return self._parse(value, what)
-        except CedarError as error:
-            return self.fail(str(error), param, ctx)
+from cedar.units import parse_bytes, parse_fraction, parse_rate
 
 
 def _milliseconds(text: str, what: str) -> float:
@@ -47,35 +31,34 @@ def _milliseconds(text: str, what: str) -> float:
     return value
 
 
-_TOKENS = _Parsed("tokens", lambda text, what: parse_tokens(text, what))
-_BYTES = _Parsed("bytes", lambda text, what: parse_bytes(text, what))
-_BYTE_RATE = _Parsed("bytes/s", lambda text, what: parse_rate(text, "B", what))
-_FLOP_RATE = _Parsed("flop/s", lambda text, what: parse_rate(text, "FLOP", what))
-_FRACTION = _Parsed("share", parse_fraction)
-_MILLISECONDS = _Parsed("ms", _milliseconds)
+_BYTES = Parsed("bytes", lambda text, what: parse_bytes(text, what))
+_BYTE_RATE = Parsed("bytes/s", lambda text, what: parse_rate(text, "B", what))
+_FLOP_RATE = Parsed("flop/s", lambda text, what: parse_rate(text, "FLOP", what))
+_FRACTION = Parsed("share", parse_fraction)
+_MILLISECONDS = Parsed("ms", _milliseconds)
 
 _REQUEST_OPTIONS = (
-    click.option("--input-tokens", type=_TOKENS, default=30000, show_default=True,
+    click.option("--input-tokens", type=TOKENS, show_default="30000, or what fits",
                  help="Prompt tokens: 30000, 30k or 128K (1024s)."),
-    click.option("--output-tokens", type=_TOKENS, default=1000, show_default=True,
+    click.option("--output-tokens", type=TOKENS, show_default="1000, or what fits",
                  help="Generated tokens."),
-    click.option("--concurrency", "--max-num-seqs", type=_TOKENS, default=1, show_default=True,
+    click.option("--concurrency", "--max-num-seqs", type=TOKENS, default=1, show_default=True,
                  help="Sequences of this size at once."),
     click.option("--hit-rate", type=_FRACTION, default=0.0, show_default=True,
                  help="Share of the prompt assumed in the prefix cache: 0.9 or 90%."),
-    click.option("--block-size", type=_TOKENS, default=128, show_default=True,
+    click.option("--block-size", type=TOKENS, default=128, show_default=True,
                  help="Tokens in a KV block."),
-    click.option("--max-num-batched-tokens", type=_TOKENS, default=2048, show_default=True,
+    click.option("--max-num-batched-tokens", type=TOKENS, default=2048, show_default=True,
                  help="Prefill chunk."),
-    click.option("--tokens-per-turn", type=_TOKENS, default=760, show_default=True,
+    click.option("--tokens-per-turn", type=TOKENS, default=760, show_default=True,
                  help="Tokens between the boundaries at which a baseline would persist windows."),
     click.option("--decoder-prefill", type=click.Choice(DECODER_PREFILL), default="report",
                  show_default=True, help="Decoder rows that prefill runs in flows with CED."),
-    click.option("--replay-windows", type=_TOKENS, default=1, show_default=True,
+    click.option("--replay-windows", type=TOKENS, default=1, show_default=True,
                  help="Windows that report and cut run through the decoder."),
     click.option("--encoder-replay", type=click.Choice(ENCODER_REPLAY), default="bounded",
                  show_default=True, help="How windows are rebuilt after a prefix hit."),
-    click.option("--encoder-replay-windows", type=_TOKENS, default=1, show_default=True,
+    click.option("--encoder-replay-windows", type=TOKENS, default=1, show_default=True,
                  help="Windows of the prefix that bounded replay runs again."),
 )  # fmt: skip
 
@@ -96,7 +79,7 @@ _MACHINE_OPTIONS = (
                  help="Where n-gram tables must live; default the fastest tier with room."),
     click.option("--pinned", is_flag=True,
                  help="n-gram tables in RAM are page-locked: buffers round to powers of two."),
-    click.option("--expert-alignment", type=_TOKENS, default=32, show_default=True,
+    click.option("--expert-alignment", type=TOKENS, default=32, show_default=True,
                  help="Columns a tensor-parallel rank pads an expert's width to."),
     click.option("--replay-overhead-ms", type=_MILLISECONDS, default=0.0, show_default=True,
                  help="Fixed cost of CED's replay that a roofline does not know."),
@@ -127,14 +110,19 @@ def plan(model: str, flow: str, explain: bool, form: str, as_json: bool, **optio
     MODEL is preset:NAME, nano, a model directory, a config.json, or a directory with a config.json
     and safetensors headers. Nothing is downloaded and no weight is read.
     """
+    site = _site(options)
+    if options["require_fit"] and site is None:
+        raise UsageError("--require-fit needs a machine; --machine none has none")
+    planner = Planner(resolve_model(model))
+    options |= request_sizes(planner.config, options["input_tokens"], options["output_tokens"])
     request = Request(
         **{name: options[name] for name in Request.__dataclass_fields__ if name in options}
     )
     report = make_report(
-        Planner(resolve_model(model)),
+        planner,
         request,
         None if flow == "all" else flow,  # type: ignore[arg-type]  # click has checked the choice
-        _site(options),
+        site,
         overhead_seconds=options["replay_overhead_ms"] / 1000,
     )
     if as_json or form == "json":
@@ -143,11 +131,8 @@ def plan(model: str, flow: str, explain: bool, form: str, as_json: bool, **optio
         text = (to_markdown if form == "markdown" else to_text)(report, explain=explain)
     click.echo(text, nl=False)
     refusal = report.main.refusal()
-    if options["require_fit"]:
-        if report.main.site is None:
-            raise UsageError("--require-fit needs a machine; --machine none has none")
-        if refusal is not None:
-            raise refusal
+    if options["require_fit"] and refusal is not None:
+        raise refusal
 
 
 def _site(options: dict[str, Any]) -> Site | None:

@@ -22,13 +22,10 @@ from cedar.errors import CedarError, UsageError
 from cedar.page.figures import DEFAULT_MODELS, page_data
 from cedar.page.record import model_name
 from cedar.planner.flows import Planner
-from cedar.planner.request import Flow, Request
+from cedar.planner.request import INPUT_TOKENS, OUTPUT_TOKENS, Flow, Request
 from cedar.planner.source import resolve_model
 
 LANGUAGES = ("en", "zh")
-
-#: The article's request.
-INPUT_TOKENS, OUTPUT_TOKENS = 30_000, 1_000
 
 
 def write_page(

@@ -10,8 +10,12 @@ from cedar.config.model_config import ModelConfig
 from cedar.config.modes import DecoderPrefill, EncoderReplay
 from cedar.errors import RequestError, UsageError
 
-__all__ = ["DECODER_PREFILL", "ENCODER_REPLAY", "FLOWS", "DecoderPrefill", "EncoderReplay", "Flow",
-           "Request", "flow_switches"]  # fmt: skip
+__all__ = ["DECODER_PREFILL", "ENCODER_REPLAY", "FLOWS", "INPUT_TOKENS", "OUTPUT_TOKENS",
+           "DecoderPrefill", "EncoderReplay", "Flow", "Request", "default_sizes",
+           "flow_switches"]  # fmt: skip
+
+#: The article's request.
+INPUT_TOKENS, OUTPUT_TOKENS = 30_000, 1_000
 
 DECODER_PREFILL: tuple[DecoderPrefill, ...] = get_args(DecoderPrefill)
 
@@ -28,6 +32,19 @@ def flow_switches(flow: str) -> tuple[bool, bool]:
         if name == flow:
             return switches
     raise UsageError(f"unknown flow {flow!r}; allowed: {', '.join(FLOWS)}")
+
+
+def default_sizes(
+    config: ModelConfig, input_tokens: int | None, output_tokens: int | None
+) -> tuple[int, int]:
+    """Input and output tokens; one that is None becomes the article's, or what the context allows."""
+    limit = config.max_position_embeddings
+    if output_tokens is None:
+        room = limit // 2 if input_tokens is None else limit - input_tokens
+        output_tokens = max(1, min(OUTPUT_TOKENS, room))
+    if input_tokens is None:
+        input_tokens = max(1, min(INPUT_TOKENS, limit - output_tokens))
+    return input_tokens, output_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +124,7 @@ class Request:
             raise RequestError(
                 f"{self.input_tokens:,} input + {self.output_tokens:,} output tokens = "
                 f"{self.total_tokens:,} exceed this model's context: allowed at most {limit:,} "
-                f"(max_position_embeddings)",
+                f"(max_position_embeddings); ask for fewer input or output tokens",
                 param="input_tokens",
             )
         step = config.plan.ratio_lcm
