@@ -7,14 +7,18 @@ from pathlib import Path
 
 import click
 
-from cedar.cli.options import TOKENS, request_sizes
+from cedar.cli.options import request_sizes
 from cedar.page.figures import DEFAULT_MODELS
 from cedar.page.page import first_request, page_planners, write_page
 from cedar.page.record import read_record
 from cedar.planner.request import FLOWS, Flow, Request
-from cedar.units import format_bytes
+from cedar.units import format_bytes, parse_tokens
 
 FILE_NAME = "cedar.html"
+
+
+def _tokens(_ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    return None if value is None else parse_tokens(value, param.opts[-1])
 
 
 @click.command()
@@ -24,11 +28,11 @@ FILE_NAME = "cedar.html"
               show_default=True, help="Model to choose from; repeatable, the first is shown.")  # fmt: skip
 @click.option("--compare", type=click.Path(path_type=Path), metavar="FILE",
               help="Record of `cedar compare MODEL --json`, shown beside the predictions.")  # fmt: skip
-@click.option("--input-tokens", type=TOKENS, metavar="TOKENS",
+@click.option("--input-tokens", callback=_tokens, metavar="TOKENS",
               help="Prompt tokens first shown.  [default: the record's, or 30000, or what fits]")  # fmt: skip
-@click.option("--output-tokens", type=TOKENS, metavar="TOKENS",
+@click.option("--output-tokens", callback=_tokens, metavar="TOKENS",
               help="Answer tokens first shown.  [default: the record's, or 1000]")  # fmt: skip
-@click.option("--tokens-per-turn", type=TOKENS, default=760, show_default=True,
+@click.option("--tokens-per-turn", callback=_tokens, default="760", show_default=True,
               metavar="TOKENS",
               help="Tokens between boundaries at which a baseline keeps windows.")  # fmt: skip
 @click.option("--flow", type=click.Choice(FLOWS), default="ced+csa2", show_default=True)

@@ -81,7 +81,7 @@ def _writing(path: Path) -> Iterator[None]:
         with suppress(OSError):
             _partial(path).unlink()
         raise UsageError(
-            f"cannot write {path}: {error.strerror}; choose a file in a directory you can write to"
+            f"cannot write {path}: {error.strerror}; choose a directory you can write to"
         ) from None
 
 
