@@ -149,7 +149,7 @@ def test_the_offline_api_runs_token_ids_without_a_tokenizer() -> None:
 
 
 def test_a_server_of_a_directory_without_a_tokenizer_offers_no_chat() -> None:
-    service = build_service(str(VECTORS / "m1-tiny-text-bf16"), ServerConfig(), {})
+    service = build_service(str(VECTORS / "m1-tiny-text-bf16"), ServerConfig(served_model_names=("m1",)), {})
     assert service.tokenizer is None
     assert service.template is None
     assert "no tokenizer" in service.no_chat

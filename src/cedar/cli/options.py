@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,8 +39,8 @@ TOKENS = Parsed("tokens", parse_tokens)
 
 def request_sizes(
     config: ModelConfig, input_tokens: int | None, output_tokens: int | None
-) -> dict[str, int]:
-    """`input_tokens` and `output_tokens`; says on stderr when a default had to shrink to fit."""
+) -> tuple[int, int]:
+    """Input and output tokens; says on stderr when a default had to shrink to fit."""
     sizes = default_sizes(config, input_tokens, output_tokens)
     if sizes != (input_tokens or INPUT_TOKENS, output_tokens or OUTPUT_TOKENS):
         click.echo(
@@ -47,7 +48,7 @@ def request_sizes(
             f"has {config.max_position_embeddings:,}; choose with --input-tokens and --output-tokens",
             err=True,
         )
-    return {"input_tokens": sizes[0], "output_tokens": sizes[1]}
+    return sizes
 
 
 def model_options(command: F) -> F:
@@ -81,7 +82,7 @@ def read_text(path: Path) -> str:
     """
     try:
         if str(path) == "-":
-            return click.get_binary_stream("stdin").read().decode("utf-8")
+            return sys.stdin.buffer.read().decode("utf-8")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path} as UTF-8 text: {error}") from None

@@ -50,9 +50,10 @@ def page(
         first = first_request(record)
         input_tokens = first.input_tokens if input_tokens is None else input_tokens
         output_tokens = first.output_tokens if output_tokens is None else output_tokens
+    config = page_planners(models, record)[0].config
+    input_tokens, output_tokens = request_sizes(config, input_tokens, output_tokens)
     request = Request(
-        **request_sizes(page_planners(models, record)[0].config, input_tokens, output_tokens),
-        tokens_per_turn=tokens_per_turn,
+        input_tokens=input_tokens, output_tokens=output_tokens, tokens_per_turn=tokens_per_turn
     )
     path = write_page(out / FILE_NAME, compare=record, models=models, request=request, flow=flow)
     size = path.stat().st_size

@@ -114,7 +114,8 @@ def plan(model: str, flow: str, explain: bool, form: str, as_json: bool, **optio
     if options["require_fit"] and site is None:
         raise UsageError("--require-fit needs a machine; --machine none has none")
     planner = Planner(resolve_model(model))
-    options |= request_sizes(planner.config, options["input_tokens"], options["output_tokens"])
+    sizes = options["input_tokens"], options["output_tokens"]
+    options["input_tokens"], options["output_tokens"] = request_sizes(planner.config, *sizes)
     request = Request(
         **{name: options[name] for name in Request.__dataclass_fields__ if name in options}
     )
