@@ -102,6 +102,7 @@ def test_the_record_names_the_processor(record: dict[str, Any]) -> None:
 def test_no_ratio_is_printed_for_flows_that_ran_the_same_token_layers() -> None:
     short = run("preset:tiny-article", "--input-tokens", 5, "--output-tokens", 1)
     assert "prefill time ced / none: no ratio, both ran the same" in short
+    assert "labels: token-layers, times" in short
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_a_directory_without_a_tokenizer_takes_and_gives_token_ids() -> None:
     done = cedar("generate", model, "--prompt-ids", "1,2,3", "--max-tokens", "2", "--ignore-eos")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split(",")) == 2
+    assert "labels  all measured" in done.stderr
     refused = cedar("generate", model, "--prompt", "hi")
     assert refused.returncode == 2
     assert "text, 'hi', but this model has no tokenizer" in refused.stderr
@@ -149,7 +150,9 @@ def test_the_offline_api_runs_token_ids_without_a_tokenizer() -> None:
 
 
 def test_a_server_of_a_directory_without_a_tokenizer_offers_no_chat() -> None:
-    service = build_service(str(VECTORS / "m1-tiny-text-bf16"), ServerConfig(served_model_names=("m1",)), {})
+    service = build_service(
+        str(VECTORS / "m1-tiny-text-bf16"), ServerConfig(served_model_names=("m1",)), {}
+    )
     assert service.tokenizer is None
     assert service.template is None
     assert "no tokenizer" in service.no_chat
@@ -158,3 +161,9 @@ def test_a_server_of_a_directory_without_a_tokenizer_offers_no_chat() -> None:
 def test_a_prompt_file_named_minus_is_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Gr\u00fcn".encode())))
     assert read_text(Path("-")) == "Gr\u00fcn"
+
+
+def test_every_report_says_which_figures_are_measured_derived_or_quoted() -> None:
+    assert "labels       all derived from the config" in cedar("inspect", "preset:tiny").stdout
+    done = cedar("plan", "preset:article", "--machine", "none")
+    assert "labels: all derived" in done.stdout

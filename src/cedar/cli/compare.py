@@ -159,6 +159,11 @@ def _table(record: dict[str, Any], runs: dict[Any, FlowRun]) -> str:
     row("activated parameters, prefill", lambda flow: format_count(flow["activated_prefill"]))
     row("activated parameters, decode", lambda flow: format_count(flow["activated_decode"]))
     row("peak memory above start", measured("peak_bytes", format_bytes))
+    lines += [
+        "",
+        "labels: token-layers, times, peak memory, files and rows named measured are measured; FLOPs, "
+        "activated parameters and ledger rows are derived; what the article prints is quoted",
+    ]
     lines += ["", *_prefill_ratio(runs, "ced", "none"), *_prefill_ratio(runs, "ced+csa2", "csa2")]
     for flow in flows:
         if "not_measured" in record["flows"][flow]:

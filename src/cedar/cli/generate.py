@@ -141,8 +141,9 @@ def _account_text(record: dict[str, Any]) -> str:
         )
     lines.append(
         f"  stored  KV {format_bytes(record['kv_bytes'])} for {record['kv_tokens']} tokens, "
-        f"windows {format_bytes(record['window_bytes'])} (measured)"
+        f"windows {format_bytes(record['window_bytes'])}"
     )
+    lines.append("  labels  all measured in this run")
     return "\n".join(lines)
 
 

@@ -139,4 +139,7 @@ def _text(config: ModelConfig, record: dict[str, Any]) -> str:
         )
     if record["unknown_config_keys"]:
         lines.append(f"unknown keys {', '.join(record['unknown_config_keys'])} (kept, no effect)")
+    lines.append(
+        "labels       all derived from the config; tensors and bytes of the checkpoint are measured"
+    )
     return "\n".join(lines)

@@ -116,7 +116,9 @@ def _flows(report: PlanReport) -> Section:
         row("open groups (fixed)", "open_group_bytes", format_bytes),
         row("persisted prefix", "persisted_bytes", format_bytes),
     ]
-    notes = []
+    notes = [
+        "labels: all derived (--explain prints the formulas), but for what says quoted or article"
+    ]
     if quoted:
         rows.append(row("  as the article prints it", "quoted.persisted_bytes", _printed))
     if nominal:
