@@ -99,6 +99,18 @@ def test_the_record_names_the_processor(record: dict[str, Any]) -> None:
     assert machine["commit"] == known["commit"]
 
 
+def test_every_flow_is_warmed_up_before_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, prefill = [], LoadedModel.prefill
+
+    def watched(model: LoadedModel, *arguments: Any, **options: Any) -> torch.Tensor:
+        measured.append("account" in options)
+        return prefill(model, *arguments, **options)
+
+    monkeypatch.setattr(LoadedModel, "prefill", watched)
+    run("preset:tiny-article", "--input-tokens", 5, "--output-tokens", 1)
+    assert measured == [False, True] * 4
+
+
 def test_no_ratio_is_printed_for_flows_that_ran_the_same_token_layers() -> None:
     short = run("preset:tiny-article", "--input-tokens", 5, "--output-tokens", 1)
     assert "prefill time ced / none: no ratio, both ran the same" in short
