@@ -15,6 +15,9 @@ from torch import Tensor
 
 from cedar.engine.sampling_params import SamplingParams
 
+#: Float32 logits divided by less could overflow; from here down only equal logits stay in a draw.
+_LEAST_TEMPERATURE = 1e-30
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -61,7 +64,9 @@ def sample(
     if params.is_greedy:
         token = int(adjusted.argmax())
     else:
-        kept = filter_logits(adjusted / params.temperature, params)
+        # From the maximum down: a tiny temperature then takes the rest to 0, and nothing to inf.
+        scaled = (adjusted - adjusted.max()) / max(params.temperature, _LEAST_TEMPERATURE)
+        kept = filter_logits(scaled, params)
         noise = torch.empty_like(kept).exponential_(generator=generator)
         token = int((torch.softmax(kept, -1) / noise).argmax())
     if params.logprobs is None:
