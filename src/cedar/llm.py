@@ -5,11 +5,12 @@ Called by user programs, the CLI and benchmarks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from cedar.cache.hashing import KEY_BYTES
 from cedar.cache.store_files import check_usable
@@ -73,6 +74,15 @@ class TextDelta:
     finish_reason: str | None
 
 
+class _Open(NamedTuple):
+    """A completion that runs: where its tokens, its text and its deltas go."""
+
+    result: RequestOutput
+    completion: CompletionOutput
+    text: CompletionText | None
+    deltas: deque[TextDelta]
+
+
 class LLM:
     """A model ready to generate.
 
@@ -129,6 +139,7 @@ class LLM:
             root = prefix_root(model, self.model, config, seed)
         self.engine = Engine(self.model, config, root)
         self._count = 0
+        self._open: dict[str, _Open] = {}
 
     def close(self) -> None:
         """Finish writing to the prefix store and close it; nothing to do without one."""
@@ -185,45 +196,47 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(batch):
             raise UsageError(f"got {len(params)} sampling_params for {len(batch)} prompts")
-        results, texts = [], {}
+        results: list[RequestOutput] = []
+        names: set[str] = set()
+        unread: deque[TextDelta] = deque(maxlen=0)
         try:
             for prompt, chosen in zip(batch, params, strict=True):
-                result, added = self._add(prompt, chosen)
-                results.append(result)
-                texts.update(added)
-            unread = {f"{result.request_id}-0": result for result in results}
-            while self.engine.has_work:
-                for output in self.engine.step():
-                    self._take(output, texts)
-                    read = unread.pop(output.request.request_id, None)
-                    if read is not None:
-                        read.num_cached_tokens = output.request.cached_tokens
+                results.append(self._add(prompt, chosen, unread, names))
+            while not names.isdisjoint(self._open):
+                self._step()
         finally:
-            for request_id in texts:
-                self.engine.abort(request_id)
+            self._abort(names)
         for result in results:
             result.finished = True
         return results
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams) -> Iterator[TextDelta]:
-        """Generate for one prompt, giving text as it becomes final."""
-        _, texts = self._add(prompt, sampling_params)
+        """Generate for one prompt, giving text as it becomes final.
+
+        Several streams, and `generate`, may take turns on one thread: whichever is read moves all of
+        them on. A stream that is closed or dropped before its end gives its blocks back.
+        """
+        deltas: deque[TextDelta] = deque()
+        names: set[str] = set()
         try:
-            while self.engine.has_work:
-                for output in self.engine.step():
-                    yield self._take(output, texts)
+            self._add(prompt, sampling_params, deltas, names)
+            while deltas or not names.isdisjoint(self._open):
+                if not deltas:
+                    self._step()
+                while deltas:
+                    yield deltas.popleft()
         finally:
-            for request_id in texts:
-                self.engine.abort(request_id)
+            self._abort(names)
 
     def _add(
-        self, prompt: Prompt, params: SamplingParams
-    ) -> tuple[RequestOutput, dict[str, tuple[CompletionOutput, CompletionText | None]]]:
+        self, prompt: Prompt, params: SamplingParams, deltas: deque[TextDelta], names: set[str]
+    ) -> RequestOutput:
+        """Queue the completions of a prompt; their request ids are added to `names`."""
         ids = self.encode(prompt)
         request_id = f"req-{self._count}"
         self._count += 1
-        texts: dict[str, tuple[CompletionOutput, CompletionText | None]] = {}
-        outputs = []
+        shown = prompt if isinstance(prompt, str) else None
+        result = RequestOutput(request_id, shown, ids, [])
         if params.stop and self.tokenizer is None:
             raise UsageError("stop strings need a tokenizer; use stop_token_ids")
         for index in range(params.n):
@@ -231,15 +244,27 @@ class LLM:
             self.engine.add_request(name, ids, params, eos_token_id=self.eos_token_id, index=index)
             completion = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
             text = None if self.tokenizer is None else CompletionText(self.tokenizer, params.stop)
-            texts[name] = (completion, text)
-            outputs.append(completion)
-        shown = prompt if isinstance(prompt, str) else None
-        return RequestOutput(request_id, shown, ids, outputs), texts
+            self._open[name] = _Open(result, completion, text, deltas)
+            names.add(name)
+            result.outputs.append(completion)
+        return result
 
-    def _take(
-        self, output: StepOutput, texts: dict[str, tuple[CompletionOutput, CompletionText | None]]
-    ) -> TextDelta:
-        completion, text = texts[output.request.request_id]
+    def _step(self) -> None:
+        """Run one step; whatever it gave goes to whoever asked for it."""
+        for output in self.engine.step():
+            self._take(output)
+
+    def _abort(self, names: set[str]) -> None:
+        for name in names:
+            self._open.pop(name, None)
+            self.engine.abort(name)
+
+    def _take(self, output: StepOutput) -> None:
+        name = output.request.request_id
+        opened = self._open[name]
+        completion, text = opened.completion, opened.text
+        if completion.index == 0 and not completion.token_ids:
+            opened.result.num_cached_tokens = output.request.cached_tokens
         delta = ""
         ids: tuple[int, ...] = ()
         if output.token_id is not None:
@@ -253,7 +278,7 @@ class LLM:
         reason = output.finish_reason
         if text is not None and text.stop_reason is not None:
             completion.stop_reason, reason = text.stop_reason, FinishReason.STOP
-            self.engine.abort(output.request.request_id)
+            self.engine.abort(name)
         elif reason is not None:
             delta += "" if text is None else text.finish()
             completion.stop_reason = output.request.stop_token
@@ -261,7 +286,9 @@ class LLM:
                 completion.stop_reason, reason = text.stop_reason, FinishReason.STOP
         completion.text += delta
         completion.finish_reason = None if reason is None else reason.value
-        return TextDelta(completion.index, delta, ids, completion.finish_reason)
+        opened.deltas.append(TextDelta(completion.index, delta, ids, completion.finish_reason))
+        if reason is not None:
+            del self._open[name]
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,0 +1,68 @@
+"""The offline API: calls that take turns on one engine, calls that are refused, and the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from cedar import LLM, SamplingParams
+from cedar.engine.loaded_model import LoadedModel
+from cedar.loading import load
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+A, B, C = [5, 6, 7], [9] * 20, [11, 3]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load("preset:tiny", dtype="float32")
+
+
+@pytest.fixture
+def llm(model: LoadedModel) -> LLM:
+    return LLM(model, max_model_len=64, max_num_seqs=4, block_size=8)
+
+
+def answer(llm: LLM, prompt: list[int]) -> list[int]:
+    return llm.generate([prompt], GREEDY)[0].outputs[0].token_ids
+
+
+def test_streams_that_take_turns_each_give_their_own_tokens(llm: LLM) -> None:
+    expected = [answer(llm, prompt) for prompt in (A, B, C)]
+    first, second = llm.stream(A, GREEDY), llm.stream(B, GREEDY)
+    got: list[list[int]] = [[*next(first).token_ids], [], []]
+    got[1] += next(second).token_ids
+    got[2] = answer(llm, C)  # a whole batch while two streams are open
+    got[1] += next(second).token_ids
+    for delta in first:
+        got[0] += delta.token_ids
+    for delta in second:
+        got[1] += delta.token_ids
+    assert got == expected
+    assert llm.engine.pool.num_free == llm.engine.pool.num_blocks
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_a_stream_that_is_left_gives_its_blocks_back_and_disturbs_no_other(
+    llm: LLM, steps: int
+) -> None:
+    expected = answer(llm, B)
+    left, other = llm.stream(A, GREEDY), llm.stream(B, GREEDY)
+    got = [*next(other).token_ids]
+    for _ in range(steps):
+        next(left)
+    left.close()  # type: ignore[attr-defined]
+    assert len(llm.engine.scheduler.running) == 1
+    for delta in other:
+        got += delta.token_ids
+    assert got == expected
+    assert not llm.engine.has_work
+    assert llm.engine.pool.num_free == llm.engine.pool.num_blocks
+
+
+def test_a_stream_of_several_completions_gives_every_token_of_each(llm: LLM) -> None:
+    params = SamplingParams(n=3, max_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
+    expected = [out.token_ids for out in llm.generate([A], params)[0].outputs]
+    got: list[list[int]] = [[], [], []]
+    for delta in llm.stream(A, params):
+        got[delta.index] += delta.token_ids
+    assert got == expected
