@@ -72,10 +72,3 @@ class KVPool:
         per_block = self.rows_per_block[owner]
         blocks = tables[sequences.long(), rows // per_block].long()
         return blocks * per_block + rows % per_block
-
-    def copy_blocks(self, source: KVPool, from_blocks: Tensor, to_blocks: Tensor) -> None:
-        """Copy whole blocks from another pool of the same plan; int64 block ids."""
-        for owner, per_block in self.rows_per_block.items():
-            for mine, theirs in ((self.main, source.main), (self.index, source.index)):
-                shape = (-1, per_block, mine[owner].shape[1])
-                mine[owner].view(shape)[to_blocks] = theirs[owner].view(shape)[from_blocks]
