@@ -167,3 +167,16 @@ def test_every_report_says_which_figures_are_measured_derived_or_quoted() -> Non
     assert "labels       all derived from the config" in cedar("inspect", "preset:tiny").stdout
     done = cedar("plan", "preset:article", "--machine", "none")
     assert "labels: all derived" in done.stdout
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [("inspect", "nano"), ("--help",), ("plan", "nano")])
+def test_output_that_cannot_be_written_is_one_line_and_a_failure(
+    arguments: tuple[str, ...],
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cedar", *arguments], stdout=full, stderr=subprocess.PIPE,
+            text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("cedar: error: ") and "No space left on device" in line

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from importlib import import_module
 
 import click
@@ -52,6 +54,7 @@ def main() -> None:
     """Run the command line; never shows a traceback for an error a user can cause."""
     try:
         status = cedar.main(standalone_mode=False)
+        sys.stdout.flush()
     except CedarError as error:
         click.echo(f"cedar: error: {error}", err=True)
         sys.exit(error.exit_code)
@@ -65,4 +68,17 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:
+        click.echo(
+            f"cedar: error: {error}; check the file, the space left and where the output goes",
+            err=True,
+        )
+        _drop_output()
+        sys.exit(CedarError.exit_code)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _drop_output() -> None:
+    """Let the interpreter end quietly: what stdout could not take would fail again at its exit."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
