@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -96,6 +97,41 @@ def test_a_dying_engine_tells_every_client_and_refuses_new_ones(
     with pytest.raises(EngineDeadError, match="restart the server"):
         asyncio.run(collect(engine, "b", [5]))
     assert "engine thread died" in caplog.text
+
+
+def test_what_work_raises_goes_to_its_caller_and_the_engine_lives_on(engine: AsyncEngine) -> None:
+    def explode() -> None:
+        raise ValueError("boom")
+
+    async def run() -> object:
+        with pytest.raises(ValueError, match="boom"):
+            await engine.call(explode)
+        return await engine.call(lambda: 7)
+
+    assert asyncio.run(run()) == 7
+    assert len(asyncio.run(collect(engine, "a", [5]))) == PARAMS.max_tokens
+
+
+def test_calls_that_the_engine_cannot_run_any_more_are_refused(engine: AsyncEngine) -> None:
+    async def run() -> None:
+        entered, leave = threading.Event(), threading.Event()
+
+        def block() -> None:
+            entered.set()
+            leave.wait(10)
+            raise KeyboardInterrupt  # ends the engine thread with the next call still queued
+
+        engine.tell(block)
+        await asyncio.to_thread(entered.wait, 10)
+        queued = asyncio.create_task(engine.call(lambda: 7))
+        await asyncio.sleep(0)
+        leave.set()
+        with pytest.raises(EngineDeadError, match="the engine has stopped; restart the server"):
+            await asyncio.wait_for(queued, 10)
+        with pytest.raises(EngineDeadError, match="the engine has stopped; restart the server"):
+            await asyncio.wait_for(engine.call(lambda: 7), 10)
+
+    asyncio.run(run())
 
 
 def test_stopping_ends_running_requests_as_aborted(engine: AsyncEngine) -> None:

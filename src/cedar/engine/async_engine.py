@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 #: Seconds the idle engine thread waits for a command before it looks at its stop flag.
 _IDLE_SECONDS = 0.1
+_STOPPED = "the engine has stopped; restart the server"
 
 Command = Callable[[], None]
 
@@ -61,6 +62,7 @@ class AsyncEngine:
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
         self._pending: set[str] = set()  # ids handed over but not yet in the engine
+        self._calls: set[Callable[[Exception], None]] = set()  # `call`s that wait for their result
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="cedar-engine", daemon=True)
 
@@ -135,7 +137,7 @@ class AsyncEngine:
         self._commands.put(lambda: self._add(requests))
         if self._ended:  # it ended between the check and now, and may not have seen this stream
             stream.close()
-            raise EngineDeadError("the engine has stopped; restart the server")
+            raise EngineDeadError(_STOPPED)
         return stream
 
     def check(self, requests: Sequence[Request]) -> None:
@@ -145,8 +147,7 @@ class AsyncEngine:
             QueueFullError: too many wait.   RequestError, DoesNotFitError: it can never run.
             EngineDeadError: the engine thread has died.
         """
-        if self._failure is not None or self._stopping.is_set():
-            raise EngineDeadError("the engine has stopped; restart the server")
+        self._check_alive()
         for request in requests:
             if request.request_id in self._streams:
                 raise RequestError(
@@ -164,23 +165,55 @@ class AsyncEngine:
                 f"{waiting} requests are waiting, the limit is {self._max_waiting}; try again later"
             )
 
+    def _check_alive(self) -> None:
+        if self._failure is not None or self._stopping.is_set():
+            raise EngineDeadError(_STOPPED)
+
     def tell(self, work: Command) -> None:
         """Run a function on the engine thread between two steps; do not wait for it."""
         self._commands.put(work)
 
     async def call(self, work: Callable[[], object]) -> object:
-        """As `tell`, but wait for the function's result."""
+        """As `tell`, but wait for the function's result; what it raises is raised here.
+
+        Raises:
+            EngineDeadError: the engine has stopped, or stops before the function's turn.
+        """
+        self._check_alive()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[object] = loop.create_future()
 
-        def settle(result: object) -> None:
-            if not future.done():
+        def settle(result: object, error: Exception | None) -> None:
+            if future.done():
+                return
+            if error is None:
                 future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        def finish(result: object, error: Exception | None) -> None:
+            self._calls.discard(fail)
+            try:
+                loop.call_soon_threadsafe(settle, result, error)
+            except RuntimeError:
+                logger.debug("the loop of a caller has closed")
+
+        def fail(error: Exception) -> None:
+            finish(None, error)
 
         def run() -> None:
-            loop.call_soon_threadsafe(settle, work())
+            try:
+                result = work()
+            except Exception as error:  # handed to the one caller it concerns
+                fail(error)
+            else:
+                finish(result, None)
 
+        self._calls.add(fail)
         self._commands.put(run)
+        if self._ended:  # it ended between the check and now, and may not have seen this call
+            self._calls.discard(fail)
+            raise EngineDeadError(_STOPPED)
         return await future
 
     def _add(self, requests: Sequence[Request]) -> None:
@@ -245,6 +278,8 @@ class AsyncEngine:
     def _end_all(self) -> None:
         """Tell every consumer that nothing more will come."""
         self._ended = True
+        for fail in list(self._calls):
+            fail(EngineDeadError(_STOPPED))
         for request_id in list(self._streams):
             request = self.engine.find(request_id)
             if self._failure is not None:
