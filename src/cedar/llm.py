@@ -5,9 +5,11 @@ Called by user programs, the CLI and benchmarks.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -21,13 +23,16 @@ from cedar.engine.loaded_model import LoadedModel
 from cedar.engine.request import FinishReason
 from cedar.engine.sampler import Logprob
 from cedar.engine.sampling_params import SamplingParams
-from cedar.errors import UsageError
+from cedar.errors import RequestError, UsageError
 from cedar.loading import find_tokenizer, load, prefix_root
 from cedar.text.completion import CompletionText
 from cedar.text.tokenizer import Tokenizer
 from cedar.units import parse_bytes
 
 Prompt = str | Sequence[int]
+
+_PROMPTS = "pass text or a list of token ids"
+_BAD_PARAMS = "sampling_params={!r}; pass a SamplingParams, or a list with one for each prompt"
 
 
 @dataclass
@@ -109,6 +114,11 @@ class LLM:
         seed: int = 0,
         **engine: Any,
     ) -> None:
+        if not isinstance(model, (str, PathLike, LoadedModel)):
+            raise UsageError(
+                f"model={model!r} is not a model; pass a directory, a name such as 'nano' or "
+                f"'preset:tiny', or what cedar.load returned"
+            )
         unknown = sorted(engine.keys() - EngineConfig.__dataclass_fields__.keys())
         if unknown:
             allowed = ", ".join(EngineConfig.__dataclass_fields__)
@@ -167,16 +177,9 @@ class LLM:
         """Ids of a prompt; text gets the begin-of-sequence id in front.
 
         Raises:
-            UsageError: text was given but the model has no tokenizer.
+            UsageError, RequestError: as `encode_prompt`.
         """
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise UsageError(
-                f"the prompt is text, {prompt[:40]!r}, but this model has no tokenizer; pass token "
-                "ids (--prompt-ids 1,2,3 on the command line)"
-            )
-        return self.tokenizer.encode(prompt, add_special_tokens=True)
+        return encode_prompt(prompt, self.tokenizer)
 
     def generate(
         self,
@@ -192,8 +195,10 @@ class LLM:
         batch = _as_prompts(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(batch)
-        else:
+        elif isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str):
             params = list(sampling_params)
+        else:
+            raise UsageError(_BAD_PARAMS.format(sampling_params))
         if len(params) != len(batch):
             raise UsageError(f"got {len(params)} sampling_params for {len(batch)} prompts")
         results: list[RequestOutput] = []
@@ -232,6 +237,8 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams, deltas: deque[TextDelta], names: set[str]
     ) -> RequestOutput:
         """Queue the completions of a prompt; their request ids are added to `names`."""
+        if not isinstance(params, SamplingParams):
+            raise UsageError(_BAD_PARAMS.format(params))
         ids = self.encode(prompt)
         request_id = f"req-{self._count}"
         self._count += 1
@@ -291,9 +298,44 @@ class LLM:
             del self._open[name]
 
 
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    """Ids of a prompt; text gets the begin-of-sequence id in front.
+
+    Raises:
+        UsageError: text was given but there is no tokenizer.
+        RequestError: it is neither text nor a list of token ids.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise UsageError(
+                f"the prompt is text, {prompt[:40]!r}, but this model has no tokenizer; pass token "
+                "ids (--prompt-ids 1,2,3 on the command line)"
+            )
+        return tokenizer.encode(prompt, add_special_tokens=True)
+    if not _is_many(prompt):
+        raise RequestError(f"the prompt is {prompt!r}; {_PROMPTS}", param="prompt")
+    ids = []
+    for token in prompt:
+        try:
+            if isinstance(token, bool):
+                raise TypeError
+            ids.append(operator.index(token))
+        except TypeError:
+            message = f"the prompt has {token!r} among its ids; {_PROMPTS}"
+            raise RequestError(message, param="prompt") from None
+    return ids
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [[int(item) for item in prompts]]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
+    if not _is_many(prompts):
+        raise RequestError(f"prompts={prompts!r}; {_PROMPTS}, or a list of them", param="prompt")
+    items = list(prompts)
+    if items and not any(isinstance(item, str) or _is_many(item) for item in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def _is_many(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray, Mapping))

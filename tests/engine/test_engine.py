@@ -250,6 +250,13 @@ def test_more_decoding_requests_than_the_token_budget_still_run(model: LoadedMod
         ({"min_tokens": 9, "max_tokens": 4}, "min_tokens=9; allowed are integers 0..4"),
         ({"stop": [""]}, "every entry must be a non-empty string"),
         ({"logit_bias": {3: 1000.0}}, r"logit_bias\[3\]=1000.0"),
+        ({"stop": 5}, "stop=5; allowed is a string or a list of strings, or None"),
+        ({"stop": b"x"}, "stop=b'x'; allowed is a string"),
+        ({"stop_token_ids": 5}, "stop_token_ids=5; allowed is a list of token ids, or None"),
+        ({"stop_token_ids": "5"}, "stop_token_ids='5'; allowed is a list"),
+        ({"logit_bias": [3]}, r"logit_bias=\[3\]; allowed is a dict"),
+        ({"temperature": 10**400}, "temperature=1000"),
+        ({"top_p": float("nan")}, "top_p=nan; allowed are numbers"),
     ],
 )
 def test_sampling_fields_out_of_range_are_refused_with_what_is_allowed(
@@ -257,3 +264,8 @@ def test_sampling_fields_out_of_range_are_refused_with_what_is_allowed(
 ) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**fields)  # type: ignore[arg-type]
+
+
+def test_none_means_the_default_where_it_does_in_vllm() -> None:
+    none = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)
+    assert none == SamplingParams()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 
 from cedar import LLM, SamplingParams
 from cedar.engine.loaded_model import LoadedModel
+from cedar.errors import UsageError
 from cedar.loading import load
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
@@ -66,3 +70,45 @@ def test_a_stream_of_several_completions_gives_every_token_of_each(llm: LLM) -> 
     for delta in llm.stream(A, params):
         got[delta.index] += delta.token_ids
     assert got == expected
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (None, "prompts=None; pass text or a list of token ids"),
+        (b"abc", "prompts=b'abc'; pass text"),
+        (5, "prompts=5; pass text"),
+        ([[1.5, 2]], "the prompt has 1.5 among its ids"),
+        ([1.5, 2], "the prompt has 1.5 among its ids"),
+        ([["a"]], "the prompt has 'a' among its ids"),
+        ([True, False], "the prompt has True among its ids"),
+        ([[5], None], "the prompt is None; pass text"),
+        ([b"abc"], "the prompt is b'abc'|the prompt has b'abc' among its ids"),
+        ({"prompt": "a"}, "prompts={'prompt': 'a'}; pass text"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_with_its_value(llm: LLM, prompts: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        llm.generate(prompts, GREEDY)
+    assert not llm.engine.has_work
+
+
+def test_a_prompt_may_be_any_sequence_of_integers(llm: LLM) -> None:
+    expected = answer(llm, A)
+    for prompt in (A, tuple(A), [torch.tensor(A)], [range(5, 8)]):
+        assert llm.generate(prompt, GREEDY)[0].outputs[0].token_ids == expected  # type: ignore[arg-type]
+        assert llm.generate(prompt, [GREEDY])[0].prompt_token_ids == A  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", [5, {"n": 1}, [None], "greedy"])
+def test_what_is_no_sampling_params_is_refused_with_its_value(llm: LLM, params: Any) -> None:
+    with pytest.raises(UsageError, match=r"sampling_params=.*; pass a SamplingParams"):
+        llm.generate([A], params)
+    with pytest.raises(UsageError, match=r"sampling_params=.*; pass a SamplingParams"):
+        next(iter(llm.stream(A, params)))
+
+
+@pytest.mark.parametrize("name", [5, None, b"nano", ["nano"]])
+def test_what_is_no_model_is_refused_with_its_value(name: Any) -> None:
+    with pytest.raises(UsageError, match=r"model=.* is not a model; pass a directory"):
+        LLM(name)

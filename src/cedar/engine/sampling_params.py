@@ -5,8 +5,7 @@ Stop strings are carried here but applied where text exists (`cedar.llm`, the se
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cedar.errors import RequestError
@@ -24,7 +23,8 @@ class SamplingParams:
             token can be drawn.
         temperature: 0 = greedy.   top_p, top_k (0 = off), min_p: which tokens stay in the draw.
         seed: makes the draw repeatable; None = a different one every time.
-        stop: strings that end the text (not part of it).   stop_token_ids: ids that end it.
+        stop: strings that end the text (not part of it).   stop_token_ids: ids that end it. None
+            means none, also for `logit_bias`.
         ignore_eos: go on after the end-of-sequence token.
         presence_penalty, frequency_penalty, repetition_penalty: as in OpenAI / vLLM.
         logit_bias: token id -> added to its logit.
@@ -51,8 +51,18 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        for name, default in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        _several("stop", self.stop, "a string or a list of strings")
+        _several("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(
+                f"logit_bias={self.logit_bias!r}; allowed is a dict of token id -> number, or None",
+                param="logit_bias",
+            )
         _whole("n", self.n, 1, 128)
         _whole("max_tokens", self.max_tokens, 1, None)
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
@@ -92,9 +102,14 @@ def _whole(name: str, value: object, low: int, high: int | None, also: str = "")
         raise RequestError(f"{name}={value!r}; allowed are integers {bound}{note}", param=name)
 
 
+def _several(name: str, value: object, allowed: str) -> None:
+    if not isinstance(value, Collection) or isinstance(value, (str, bytes, bytearray, Mapping)):
+        raise RequestError(f"{name}={value!r}; allowed is {allowed}, or None", param=name)
+
+
 def _real(name: str, value: object, low: float, high: float, open_low: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not ok or not low <= float(value) <= high or (open_low and value == low):  # type: ignore[arg-type]
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+    if not ok or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise RequestError(
             f"{name}={value!r}; allowed are numbers in {bracket}{low}, {high}]", param=name
