@@ -51,7 +51,7 @@ def generate(
     """Generate text from a prompt; says on stderr what was run and stored."""
     given = _prompt(prompt, prompt_file, prompt_ids)
     from cedar.engine.sampling_params import SamplingParams
-    from cedar.llm import LLM
+    from cedar.llm import LLM, encode_prompt
     from cedar.loading import find_tokenizer, load
 
     params = SamplingParams(
@@ -65,8 +65,7 @@ def generate(
         f"loaded {model} in {format_seconds(time.perf_counter() - begin)}, kernels={loaded.ops.name}"
         f", index_key_rule={index_key_rule}"
     )
-    sized = LLM(loaded, tokenizer=tokenizer, max_num_seqs=1, max_model_len=1)
-    ids = sized.encode(given)
+    ids = encode_prompt(given, tokenizer)
     llm = LLM(
         loaded, tokenizer=tokenizer, max_num_seqs=1, max_model_len=len(ids) + max_tokens,
         decoder_prefill=decoder_prefill, replay_windows=replay_windows,
