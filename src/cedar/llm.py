@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -95,8 +95,9 @@ class LLM:
         model: a directory, `nano`, `preset:NAME`, or a model already loaded.
         tokenizer: by default the model directory's; without one, prompts are token ids.
         kernels, dtype, index_key_rule, seed: as `cedar.load`.
-        engine: fields of `EngineConfig` (max_model_len, decoder_prefill, ...); `prefix_store_size`
-            may also be a text such as "8GiB", and a `~` in `prefix_store_dir` is the home directory.
+        engine: fields of `EngineConfig` (max_model_len, decoder_prefill, ...); `max_model_len` is at
+            most what the model has positions for, also by default; `prefix_store_size` may also be
+            a text such as "8GiB", and a `~` in `prefix_store_dir` is the home directory.
 
     Raises:
         UsageError: an unknown engine field or an impossible combination.
@@ -139,6 +140,9 @@ class LLM:
             if tokenizer is None:
                 tokenizer = find_tokenizer(model)
         self.tokenizer = tokenizer
+        if "max_model_len" not in engine:
+            positions = self.model.config.max_position_embeddings
+            config = replace(config, max_model_len=min(config.max_model_len, positions))
         root = bytes(KEY_BYTES)
         if config.prefix_store_dir is not None:
             if isinstance(model, LoadedModel):

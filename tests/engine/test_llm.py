@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from cedar import LLM, SamplingParams
+from cedar.config.engine_config import EngineConfig
+from cedar.config.presets import preset
+from cedar.engine.engine import Engine
 from cedar.engine.loaded_model import LoadedModel
-from cedar.errors import UsageError
-from cedar.loading import load
+from cedar.errors import DoesNotFitError, UsageError
+from cedar.kernels.backends import select_operators
+from cedar.loading import from_config, load
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 A, B, C = [5, 6, 7], [9] * 20, [11, 3]
@@ -112,3 +117,28 @@ def test_what_is_no_sampling_params_is_refused_with_its_value(llm: LLM, params: 
 def test_what_is_no_model_is_refused_with_its_value(name: Any) -> None:
     with pytest.raises(UsageError, match=r"model=.* is not a model; pass a directory"):
         LLM(name)
+
+
+@pytest.fixture(scope="module")
+def short_model() -> LoadedModel:
+    """A model with 48 positions."""
+    config = replace(preset("tiny"), max_position_embeddings=48)
+    return from_config(config, ops=select_operators("auto"))
+
+
+def test_a_length_beyond_the_models_positions_is_refused_naming_both(
+    short_model: LoadedModel,
+) -> None:
+    message = "max_model_len=49 exceeds the model's max_position_embeddings=48; lower max_model_len"
+    with pytest.raises(UsageError, match=message):
+        LLM(short_model, max_model_len=49)
+    with pytest.raises(UsageError, match=message):
+        Engine(short_model, EngineConfig(max_model_len=49))
+    assert answer(LLM(short_model, max_model_len=48), A)
+
+
+def test_the_default_length_is_at_most_the_models_positions(short_model: LoadedModel) -> None:
+    llm = LLM(short_model)
+    assert llm.engine.config.max_model_len == 48
+    with pytest.raises(DoesNotFitError, match=r"prompt 41 \+ 8 > max_model_len 48"):
+        llm.generate([[5] * 41], GREEDY)

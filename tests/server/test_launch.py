@@ -116,3 +116,9 @@ def test_a_preset_without_tokenizer_serves_token_ids_and_refuses_text() -> None:
             assert answer.status_code == 400 and "tokenizer" in answer.json()["error"]["message"]
     finally:
         service.engine.stop()
+
+
+def test_a_length_beyond_the_models_positions_is_refused_at_the_start(tiny_directory: Path) -> None:
+    config = ServerConfig(served_model_names=("tiny",))
+    with pytest.raises(UsageError, match="max_model_len=4097 exceeds the model's max_position_emb"):
+        build_service(str(tiny_directory), config, {**ENGINE, "max_model_len": 4097})

@@ -167,6 +167,17 @@ def test_every_report_says_which_figures_are_measured_derived_or_quoted() -> Non
     assert "labels       all derived from the config" in cedar("inspect", "preset:tiny").stdout
     done = cedar("plan", "preset:article", "--machine", "none")
     assert "labels: all derived" in done.stdout
+
+
+def test_generate_refuses_more_tokens_than_the_model_has_positions() -> None:
+    done = cedar("generate", "preset:tiny", "--prompt-ids", "5,6,7", "--max-tokens", "1000000000")
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[-1] == (
+        "cedar: error: --max-tokens 1000000000 does not fit: prompt 3 + 1000000000 > the model's "
+        "max_position_embeddings 4096; lower it to 4093"
+    )
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("arguments", [("inspect", "nano"), ("--help",), ("plan", "nano")])
 def test_output_that_cannot_be_written_is_one_line_and_a_failure(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cedar.cli.options import model_options, read_text
-from cedar.errors import UsageError
+from cedar.errors import DoesNotFitError, UsageError
 from cedar.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def generate(
         f", index_key_rule={index_key_rule}"
     )
     ids = encode_prompt(given, tokenizer)
+    _check_length(len(ids), max_tokens, loaded.config.max_position_embeddings)
     llm = LLM(
         loaded, tokenizer=tokenizer, max_num_seqs=1, max_model_len=len(ids) + max_tokens,
         decoder_prefill=decoder_prefill, replay_windows=replay_windows,
@@ -101,6 +102,16 @@ def _prompt(prompt: str | None, file: Path | None, ids: str | None) -> str | lis
         except ValueError:
             raise UsageError(f"--prompt-ids {ids!r} must be integers separated by commas") from None
     return prompt if prompt is not None else read_text(file)  # type: ignore[arg-type]
+
+
+def _check_length(prompt: int, max_tokens: int, positions: int) -> None:
+    if prompt + max_tokens > positions:
+        room = positions - prompt
+        advice = f"lower it to {room}" if room > 0 else "shorten the prompt"
+        raise DoesNotFitError(
+            f"--max-tokens {max_tokens} does not fit: prompt {prompt} + {max_tokens} > the model's "
+            f"max_position_embeddings {positions}; {advice}"
+        )
 
 
 def _record(

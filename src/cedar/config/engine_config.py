@@ -60,6 +60,18 @@ class EngineConfig:
         if self.num_blocks is not None and self.num_blocks < 1:
             raise UsageError(f"num_blocks={self.num_blocks} must be at least 1, or None")
 
+    def check_positions(self, positions: int) -> None:
+        """Refuse a length beyond the positions of a model, its `max_position_embeddings`.
+
+        Raises:
+            UsageError: `max_model_len` is larger.
+        """
+        if self.max_model_len > positions:
+            raise UsageError(
+                f"max_model_len={self.max_model_len} exceeds the model's "
+                f"max_position_embeddings={positions}; lower max_model_len to at most {positions}"
+            )
+
     @property
     def caches_prefixes(self) -> bool:
         """Whether prefixes are looked up and kept."""

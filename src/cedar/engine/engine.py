@@ -58,6 +58,7 @@ class Engine:
         self, model: LoadedModel, config: EngineConfig, prefix_root: bytes = bytes(KEY_BYTES)
     ) -> None:
         self.model, self.config = model, config
+        config.check_positions(model.config.max_position_embeddings)
         check_choice("encoder_replay", config.encoder_replay, EncoderReplay)
         self.pool = BlockPool(config.pool_blocks)
         self.runner = Runner(model, config)
