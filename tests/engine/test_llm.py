@@ -142,3 +142,26 @@ def test_the_default_length_is_at_most_the_models_positions(short_model: LoadedM
     assert llm.engine.config.max_model_len == 48
     with pytest.raises(DoesNotFitError, match=r"prompt 41 \+ 8 > max_model_len 48"):
         llm.generate([[5] * 41], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"num_blocks": 10**13},
+            r"the KV pool of 10000000000000 blocks of 128 tokens would take \d+ bytes",
+        ),
+        ({"num_blocks": 10**30}, r"the KV pool of 1000000000000000000000000000000 blocks"),
+        (
+            {"num_blocks": 1, "max_num_seqs": 10**13},
+            r"block tables and windows of 10000000000000 sequences would take",
+        ),
+    ],
+)
+def test_memory_that_cannot_be_had_is_said_in_bytes_with_what_to_lower(
+    model: LoadedModel, fields: dict[str, int], message: str
+) -> None:
+    with pytest.raises(DoesNotFitError, match=message) as refused:
+        Engine(model, EngineConfig(**fields))  # type: ignore[arg-type]
+    for option in ("max_model_len", "max_num_seqs", "num_blocks"):
+        assert option in str(refused.value)

@@ -7,15 +7,35 @@ nothing. Sizes come from `formats/rows.py`. Called by `state.py` and `cached_row
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from cedar.config.layer_plan import LayerPlan
-from cedar.errors import UsageError
+from cedar.errors import DoesNotFitError, UsageError
 from cedar.formats.rows import RowFormats
 from cedar.kernels.operators import PagedRows
+from cedar.units import format_bytes
 
 DEFAULT_BLOCK_SIZE = 128
+
+
+@contextmanager
+def fits_memory(what: str, nbytes: int) -> Iterator[None]:
+    """Turn the failure to allocate state tensors into an error that says what to lower.
+
+    Raises:
+        DoesNotFitError: torch could not allocate, or cannot even count the bytes.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        raise DoesNotFitError(
+            f"{what} would take {nbytes} bytes ({format_bytes(nbytes)}), which cannot be allocated "
+            f"here; lower max_model_len, max_num_seqs or num_blocks"
+        ) from error
 
 
 class KVPool:
@@ -44,10 +64,13 @@ class KVPool:
         }
         self.main: dict[int, Tensor] = {}
         self.index: dict[int, Tensor] = {}
-        for owner, per_block in self.rows_per_block.items():
-            rows = num_blocks * per_block
-            self.main[owner] = torch.zeros(rows, formats.main.row_bytes, dtype=torch.uint8)
-            self.index[owner] = torch.zeros(rows, formats.index.row_bytes, dtype=torch.uint8)
+        widths = formats.main.row_bytes + formats.index.row_bytes
+        nbytes = num_blocks * sum(self.rows_per_block.values()) * widths
+        with fits_memory(f"the KV pool of {num_blocks} blocks of {block_size} tokens", nbytes):
+            for owner, per_block in self.rows_per_block.items():
+                rows = num_blocks * per_block
+                self.main[owner] = torch.zeros(rows, formats.main.row_bytes, dtype=torch.uint8)
+                self.index[owner] = torch.zeros(rows, formats.index.row_bytes, dtype=torch.uint8)
 
     @property
     def nbytes(self) -> int:

@@ -12,12 +12,13 @@ Slots are sequences of one batch. The model never sees this; `cached_rows.py` re
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from cedar.cache.kv_pool import DEFAULT_BLOCK_SIZE, KVPool
+from cedar.cache.kv_pool import DEFAULT_BLOCK_SIZE, KVPool, fits_memory
 from cedar.config.model_config import ModelConfig
 from cedar.errors import DoesNotFitError, UsageError
 from cedar.formats.rows import RowFormats
@@ -67,10 +68,13 @@ class ModelState:
         self.config, self.plan = config, config.plan
         self.formats = RowFormats.of(config)
         self.pool = KVPool(self.plan, self.formats, num_blocks=num_blocks, block_size=block_size)
-        self.tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32)
-        self.slots = [Slot() for _ in range(num_slots)]
         window, row_bytes = self.plan.sliding_window, self.formats.window.row_bytes
-        self.rings = torch.zeros(len(self.plan), num_slots, window, row_bytes, dtype=torch.uint8)
+        rings = (len(self.plan), num_slots, window, row_bytes)
+        nbytes = 4 * num_slots * max_blocks + math.prod(rings)
+        with fits_memory(f"block tables and windows of {num_slots} sequences", nbytes):
+            self.tables = torch.zeros(num_slots, max_blocks, dtype=torch.int32)
+            self.rings = torch.zeros(rings, dtype=torch.uint8)
+        self.slots = [Slot() for _ in range(num_slots)]
         # Views, one per layer: rows of all slots after each other.
         self.ring_rows = self.rings.flatten(1, 2).unbind()
         self.open_kv: dict[int, Tensor] = {}

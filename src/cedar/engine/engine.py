@@ -60,8 +60,8 @@ class Engine:
         self.model, self.config = model, config
         config.check_positions(model.config.max_position_embeddings)
         check_choice("encoder_replay", config.encoder_replay, EncoderReplay)
+        self.runner = Runner(model, config)  # first: refuses what memory cannot hold
         self.pool = BlockPool(config.pool_blocks)
-        self.runner = Runner(model, config)
         self._tier = self._open_tier(prefix_root)
         reuse = None
         if config.caches_prefixes:
