@@ -156,7 +156,7 @@ class LLM:
         self._open: dict[str, _Open] = {}
 
     def close(self) -> None:
-        """Finish writing to the prefix store and close it; nothing to do without one."""
+        """Finish writing to the prefix store, if there is one, and end; nothing runs from then on."""
         self.engine.close()
 
     def __enter__(self) -> LLM:

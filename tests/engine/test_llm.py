@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,3 +166,19 @@ def test_memory_that_cannot_be_had_is_said_in_bytes_with_what_to_lower(
         Engine(model, EngineConfig(**fields))  # type: ignore[arg-type]
     for option in ("max_model_len", "max_num_seqs", "num_blocks"):
         assert option in str(refused.value)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_nothing_runs_on_a_closed_llm(stored: bool, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"prefix_store_dir": str(tmp_path / "store")} if stored else {}
+    llm = LLM("preset:tiny", max_model_len=64, max_num_seqs=2, block_size=8, **fields)
+    stream = llm.stream(B, GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    message = "the engine is closed; make a new LLM"
+    with pytest.raises(UsageError, match=message):
+        list(stream)
+    with pytest.raises(UsageError, match=message):
+        answer(llm, A)
+    assert llm.engine.pool.num_free == llm.engine.pool.num_blocks

@@ -23,7 +23,7 @@ from cedar.engine.runner import Runner
 from cedar.engine.sampler import Logprob
 from cedar.engine.sampling_params import SamplingParams
 from cedar.engine.scheduler import Scheduler
-from cedar.errors import RequestError
+from cedar.errors import RequestError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class Engine:
             reuse = PrefixReuse(model.plan, config, self.pool, prefix_root, self._tier)
         self.scheduler = Scheduler(config, self.pool, model.config.vocab_size, reuse)
         self._requests: dict[str, Request] = {}
+        self._is_closed = False
 
     def _open_tier(self, root: bytes) -> DiskTier | None:
         config, rows = self.config, self.runner.state.pool
@@ -90,10 +91,13 @@ class Engine:
         return self._tier
 
     def close(self) -> None:
-        """Finish writing to the prefix store and close it."""
+        """Finish writing to the prefix store, close it and end what runs; nothing runs from then on."""
+        self._is_closed = True
         if self._tier is not None:
             self._tier.close()
             self._tier = None
+        for request_id in list(self._requests):
+            self.abort(request_id)
 
     @property
     def account(self) -> Account:
@@ -113,7 +117,7 @@ class Engine:
 
         Raises:
             RequestError: the id is in use, or a field is out of range.
-            DoesNotFitError: it could never run.
+            DoesNotFitError: it could never run.   UsageError: the engine is closed.
         """
         request = Request(request_id, tuple(prompt_ids), params, eos_token_id, index)
         request.cache_salt = cache_salt
@@ -122,6 +126,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request that has been made already. Raises as `add_request`."""
+        self._check_open()
         if request.request_id in self._requests:
             raise RequestError(
                 f"request id {request.request_id!r} is already running", param="request_id"
@@ -140,8 +145,17 @@ class Engine:
             self.scheduler.abort(request)
             self.runner.forget(request)
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UsageError("the engine is closed; make a new LLM, or close it after its last use")
+
     def step(self) -> list[StepOutput]:
-        """Run one step and return the new tokens, in scheduling order."""
+        """Run one step and return the new tokens, in scheduling order.
+
+        Raises:
+            UsageError: the engine is closed.
+        """
+        self._check_open()
         batch = self.scheduler.schedule()
         outputs = []
         drawn_tokens = self.runner.execute(batch)
