@@ -21,9 +21,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from cedar.bench.measure import Ratio, interleave, ratio_of
+from cedar.bench.measure import Ratio, ratio_of
 from cedar.engine.loaded_model import LoadedModel
 from cedar.engine.sampling_params import SamplingParams
 from cedar.llm import LLM
@@ -115,32 +115,60 @@ def run_serving(
     ttft: list[float] = []
     gaps: list[float] = []
 
-    used: dict[str, list[float]] = {"server": [], "offline": []}
-
-    def serve() -> None:
-        begin = time.process_time()
+    def serve() -> _Seconds:
+        clock = _Clock()
         _hold_until_waiting(service, streams)
         here.send(True)
         for start, times in here.recv():
             ttft.append(times[0] - start)
             gaps.extend(b - a for a, b in itertools.pairwise(times))
-        used["server"].append(time.process_time() - begin)
+        return clock.seconds()
 
-    def run_offline() -> None:
+    def run_offline() -> _Seconds:
         with _engine_to_itself(service):
-            begin = time.process_time()
+            clock = _Clock()
             llm.generate(prompts, params)
-            used["offline"].append(time.process_time() - begin)
+            return clock.seconds()
 
     try:
-        ratio = interleave(serve, run_offline, rounds=rounds)
+        serve()
+        run_offline()
+        ttft.clear()
+        gaps.clear()
+        server_turns, offline_turns = [], []
+        for number in range(rounds):
+            if number % 2:
+                offline_turns.append(run_offline())
+            server_turns.append(serve())
+            if not number % 2:
+                offline_turns.append(run_offline())
     finally:
         here.send(False)
         clients.join()
         server.should_exit = True
         thread.join()
-    cpu = ratio_of(used["server"][1:], used["offline"][1:])  # without the warm-up
-    return ServingResult(streams, prompt_tokens, output_tokens, ratio, cpu, ttft, gaps)
+    wall = ratio_of([t.wall for t in server_turns], [t.wall for t in offline_turns])
+    cpu = ratio_of([t.processor for t in server_turns], [t.processor for t in offline_turns])
+    return ServingResult(streams, prompt_tokens, output_tokens, wall, cpu, ttft, gaps)
+
+
+class _Seconds(NamedTuple):
+    """Of one turn: on the wall, and of all processors in this process."""
+
+    wall: float
+    processor: float
+
+
+class _Clock:
+    """Starts when it is made."""
+
+    def __init__(self) -> None:
+        self._begin = _Seconds(time.perf_counter(), time.process_time())
+
+    def seconds(self) -> _Seconds:
+        return _Seconds(
+            time.perf_counter() - self._begin.wall, time.process_time() - self._begin.processor
+        )
 
 
 @contextmanager
