@@ -15,7 +15,7 @@ from cedar.errors import UsageError
 from cedar.kernels.native.build import library_name
 
 #: Bumped together with `kAbiVersion` in exports.cpp whenever a signature changes.
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 _TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int32, "q": ctypes.c_int64, "f": ctypes.c_float}
 
@@ -33,7 +33,6 @@ SIGNATURES = {
     "pool_groups": "ppqqqpi",
     "project": "piqqppiqipifpqqpi",
     "project_output": "piqqqpqqppiqppiqpi",
-    "hc_turn": "ppiqqqppppppiffpipppppi",
     "feed_forward": "pppiqppi",
     "project_attention": "ppiqpqpppi",
     "project_groups": "piqqqppippi",

@@ -31,7 +31,6 @@ from cedar.kernels.operators import (
     ExpertBank,
     FeedForwardWeights,
     Found,
-    HyperWeights,
     IndexWeights,
     KeySearch,
     LayerWeights,
@@ -275,24 +274,6 @@ class NativeOperators(ComposedOperators):
             torch.get_num_threads(),
         )  # fmt: skip
         return out
-
-    def hc_turn(
-        self, y: Tensor, stream: Tensor, mixes: Mixes, following: HyperWeights, norm: Tensor
-    ) -> tuple[Tensor, Mixes, Tensor]:
-        y, stream = y.contiguous(), stream.contiguous()
-        count, copies, width = stream.shape
-        ahead, out = torch.empty_like(stream), torch.empty_like(y)
-        pre, post = torch.empty(count, copies), torch.empty(count, copies)
-        comb = torch.empty(count, copies, copies)
-        self._call(
-            "hc_turn", y.data_ptr(), stream.data_ptr(), DTYPES[stream.dtype], count, copies, width,
-            mixes.pre.data_ptr(), mixes.post.data_ptr(), mixes.comb.data_ptr(),
-            following.fn.data_ptr(), following.base.data_ptr(), following.scale.data_ptr(),
-            following.iters, following.eps, following.norm_eps, norm.data_ptr(),
-            DTYPES[norm.dtype], ahead.data_ptr(), pre.data_ptr(), post.data_ptr(), comb.data_ptr(),
-            out.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
-        return ahead, Mixes(pre, post, comb), out
 
     def feed_forward(
         self, y: Tensor, stream: Tensor, weights: FeedForwardWeights

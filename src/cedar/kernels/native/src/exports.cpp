@@ -76,6 +76,6 @@ CEDAR_API int cedar_linear(const void* x, int32_t x_dtype, int64_t x_stride, int
 }
 
 CEDAR_API int cedar_abi_version() {
-  constexpr int kAbiVersion = 2;  // keep in step with library.py
+  constexpr int kAbiVersion = 3;  // keep in step with library.py
   return kAbiVersion;
 }

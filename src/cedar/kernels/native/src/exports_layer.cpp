@@ -1,8 +1,7 @@
 // Exported entry points of the chains of a layer (`composed.py`): one call for what a layer always runs
 // together. Each part is the kernel that a call of its own would run, on the same values, so the bits are
 // the same. What lies between the parts stays in scratch memory of the calling thread. Compiled once.
-#include <cstring>
-
+#include "bfloat16.h"
 #include "layer.h"
 #include "thread_pool.h"
 #include "variants.h"
@@ -62,25 +61,8 @@ int check_projection(const Weight& weight, int32_t norm_dtype, int64_t vectors, 
   return check(weight);
 }
 
-float as_float(uint16_t half) {
-  const uint32_t bits = static_cast<uint32_t>(half) << 16;
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-// What storing as bfloat16 and loading again gives.
-float as_bfloat16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  if (x != x) {
-    bits = 0x7fc00000;
-  } else {
-    bits = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
-  }
-  std::memcpy(&x, &bits, sizeof bits);
-  return x;
-}
+// What storing as bfloat16 and loading again gives, with the one NaN that torch stores.
+float as_bfloat16(float x) { return x != x ? float_of_bits(0x7fc00000u) : bf16_to_float(float_to_bf16(x)); }
 
 // Scales products of type `dtype` in that type; float32 out.
 void scale_products(const char* products, int32_t dtype, int64_t count, float scale, float* out) {
@@ -89,7 +71,7 @@ void scale_products(const char* products, int32_t dtype, int64_t count, float sc
       out[i] = reinterpret_cast<const float*>(products)[i] * scale;
       continue;
     }
-    out[i] = as_bfloat16(as_float(reinterpret_cast<const uint16_t*>(products)[i]) * scale);
+    out[i] = as_bfloat16(bf16_to_float(reinterpret_cast<const uint16_t*>(products)[i]) * scale);
   }
 }
 
@@ -297,7 +279,7 @@ CEDAR_API int cedar_project_groups(const void* x, int32_t dtype, int64_t n, int6
   const void* wide = x;
   if (dtype != kFloat32) {
     float* copies = reinterpret_cast<float*>(activations(kInputSlot, n * in, kFloat32));
-    for (int64_t i = 0; i < n * in; ++i) copies[i] = as_float(static_cast<const uint16_t*>(x)[i]);
+    for (int64_t i = 0; i < n * in; ++i) copies[i] = bf16_to_float(static_cast<const uint16_t*>(x)[i]);
     wide = copies;
   }
   const Weight weights[2] = {{kind, kv_weight, nullptr, out, in}, {kind, gate_weight, nullptr, out, in}};

@@ -128,19 +128,3 @@ CEDAR_API int cedar_project_output(const void* o, int32_t dtype, int64_t n, int6
                                   {last_kind, last, last_scales, width, inner}, y, nthreads};
   return cedar::run::project_output(call);
 }
-
-CEDAR_API int cedar_hc_turn(const void* y, const void* stream, int32_t dtype, int64_t n,
-                            int64_t copies, int64_t width, const float* pre, const float* post,
-                            const float* comb, const float* fn, const float* base,
-                            const float* scale, int32_t iterations, float eps, float norm_eps,
-                            const void* norm_weight, int32_t norm_dtype, void* next_stream,
-                            float* next_pre, float* next_post, float* next_comb, void* out,
-                            int32_t nthreads) {
-  if (!is_activation(dtype) || !is_activation(norm_dtype)) return kBadKind;
-  if (copies < 1 || copies > 8) return kBadWidth;
-  cedar::run::hc_expand({y, stream, dtype, n, copies, width, post, comb, next_stream, nthreads});
-  cedar::run::hc_mixes({next_stream, dtype, n, copies, width, fn, base, scale, iterations, eps,
-                        norm_eps, next_pre, next_post, next_comb, nthreads});
-  return cedar::run::hc_collapse({next_stream, dtype, n, copies, width, pre, norm_weight, norm_dtype,
-                                  norm_eps, out, nthreads});
-}

@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "bfloat16.h"
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define CEDAR_AVX512 1
 #include <immintrin.h>
@@ -20,35 +22,10 @@
 #include <immintrin.h>
 #endif
 
-#define CEDAR_INLINE inline __attribute__((always_inline))
-
 namespace cedar {
 namespace CEDAR_ISA {
 
 // ---- number formats, one value at a time -------------------------------------------------------
-
-CEDAR_INLINE float float_of_bits(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-CEDAR_INLINE uint32_t bits_of_float(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
-
-CEDAR_INLINE float bf16_to_float(uint16_t value) {
-  return float_of_bits(static_cast<uint32_t>(value) << 16);
-}
-
-// Round to nearest, ties to even; NaN stays NaN.
-CEDAR_INLINE uint16_t float_to_bf16(float value) {
-  const uint32_t bits = bits_of_float(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
-  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
 
 // E8M0: byte b means 2^(b - 127); 0 is the subnormal 2^-127, 255 is NaN.
 CEDAR_INLINE float e8m0_to_float(uint8_t byte) {
