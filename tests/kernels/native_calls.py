@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cedar.formats import codec
 from cedar.formats.rows import RowFormat
 from cedar.kernels.native.library import NativeLibrary, load
 from cedar.kernels.operators import Weight
@@ -24,6 +25,27 @@ def library_or_skip() -> NativeLibrary:
     if library is None:
         pytest.skip(f"native kernels were not built: {reason}", allow_module_level=True)
     return library
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers, the same for a seed in every test."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def weight_of(
+    seed: int, out: int, inp: int, kind: str, dtype: torch.dtype = torch.bfloat16
+) -> Weight:
+    """A random projection `[out, inp]`.
+
+    Args:
+        kind: fp8 or fp4 (packed), plain (of `dtype`), or the name of a plain dtype.
+    """
+    values = draw(seed, out, inp) * inp**-0.5
+    if kind not in ("fp8", "fp4"):
+        return Weight(values.to(dtype if kind == "plain" else getattr(torch, kind)))
+    packed = codec.encode_fp8_weight(values) if kind == "fp8" else codec.encode_fp4_weight(values)
+    tag = torch.float8_e4m3fn if kind == "fp8" else torch.int8
+    return Weight(packed.codes.view(tag), packed.scales.view(torch.float8_e8m0fnu))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -7,13 +7,11 @@ of weight and both activation dtypes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_calls import library_or_skip, same_bits
+from native_calls import draw, library_or_skip, same_bits, weight_of
 from torch import Tensor
 
 from cedar.errors import UsageError
@@ -39,31 +37,11 @@ from cedar.kernels.operators import (
 )
 from cedar.kernels.reference import ReferenceOperators
 
-LIBRARY = library_or_skip()
+library_or_skip()
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 COUNTS = st.sampled_from([0, 1, 2, 3, 16, 17, 40])
 KINDS = st.sampled_from(["plain", "fp8", "fp4"])
 EXAMPLES = settings(max_examples=20, deadline=None)
-
-
-@pytest.fixture(params=LIBRARY.available_isas(), scope="module")
-def native(request: pytest.FixtureRequest) -> Iterator[NativeOperators]:
-    LIBRARY.set_isa(request.param)
-    yield NativeOperators(LIBRARY)
-    LIBRARY.set_isa("auto")
-
-
-def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def weight_of(seed: int, out: int, inp: int, kind: str, dtype: torch.dtype) -> Weight:
-    values = draw(seed, out, inp) * inp**-0.5
-    if kind == "plain":
-        return Weight(values.to(dtype))
-    packed = codec.encode_fp8_weight(values) if kind == "fp8" else codec.encode_fp4_weight(values)
-    tag = torch.float8_e4m3fn if kind == "fp8" else torch.int8
-    return Weight(packed.codes.view(tag), packed.scales.view(torch.float8_e8m0fnu))
 
 
 def hyper_of(seed: int, copies: int, width: int) -> HyperWeights:

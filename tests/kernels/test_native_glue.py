@@ -6,13 +6,11 @@ kernels take other ways for one row, for a few and for many.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_calls import DTYPES, library_or_skip, same_bits
+from native_calls import DTYPES, draw, library_or_skip, same_bits
 from torch import Tensor
 
 from cedar.kernels.native.operators import NativeOperators
@@ -24,17 +22,6 @@ REFERENCE = ReferenceOperators()
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 EXAMPLES = settings(max_examples=20, deadline=None)
 Recorded = dict[str, Tensor]
-
-
-@pytest.fixture(params=LIBRARY.available_isas(), scope="module")
-def native(request: pytest.FixtureRequest) -> Iterator[NativeOperators]:
-    LIBRARY.set_isa(request.param)
-    yield NativeOperators(LIBRARY)
-    LIBRARY.set_isa("auto")
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def one_rounding(ours: Tensor, recorded: Tensor) -> bool:

@@ -8,35 +8,23 @@ alone and in any batch, on any number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_calls import draw, library_or_skip, weight_of
 from torch import Tensor
 
-from cedar.formats.codec import encode_fp4_weight, encode_fp8_weight
-from cedar.kernels.native.library import load
 from cedar.kernels.native.operators import NativeOperators
-from cedar.kernels.operators import Expert, HyperWeights, Mixes, Routing, Weight
+from cedar.kernels.operators import Expert, HyperWeights, Mixes, Routing
 from cedar.kernels.reference import ReferenceOperators
 
-LIBRARY, REASON = load()
-if LIBRARY is None:
-    pytest.skip(f"native kernels were not built: {REASON}", allow_module_level=True)
+library_or_skip()
 
 REFERENCE = ReferenceOperators()
 DTYPES = (torch.float32, torch.bfloat16)
 COUNTS = st.sampled_from([1, 2, 3, 15, 16, 17, 40])
 EXAMPLES = settings(max_examples=12, deadline=None)
-
-
-@pytest.fixture(params=LIBRARY.available_isas(), scope="module")
-def native(request: pytest.FixtureRequest) -> Iterator[NativeOperators]:
-    LIBRARY.set_isa(request.param)
-    yield NativeOperators(LIBRARY)
-    LIBRARY.set_isa("auto")
 
 
 def close(ours: Tensor, theirs: Tensor, relative: float = 3e-6) -> None:
@@ -46,19 +34,6 @@ def close(ours: Tensor, theirs: Tensor, relative: float = 3e-6) -> None:
     bound = 2.0**-7 if ours.dtype == torch.bfloat16 else relative
     top = theirs.float().abs().max()
     assert float((ours.float() - theirs.float()).abs().max()) <= bound * float(top) + 1e-30
-
-
-def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def weight_of(seed: int, out: int, inp: int, kind: str, dtype: torch.dtype) -> Weight:
-    values = draw(seed, out, inp) * inp**-0.5
-    if kind == "plain":
-        return Weight(values.to(dtype))
-    packed = encode_fp8_weight(values) if kind == "fp8" else encode_fp4_weight(values)
-    tag = torch.float8_e4m3fn if kind == "fp8" else torch.int8
-    return Weight(packed.codes.view(tag), packed.scales.view(torch.float8_e8m0fnu))
 
 
 def expert_of(seed: int, kind: str, dtype: torch.dtype) -> Expert:

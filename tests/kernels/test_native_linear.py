@@ -7,13 +7,11 @@ the same bits alone, in any batch and on any number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native_calls import library_or_skip, multiply, same_bits
+from native_calls import draw, library_or_skip, multiply, same_bits, weight_of
 from torch import Tensor
 
 from cedar.errors import UsageError
@@ -22,7 +20,7 @@ from cedar.kernels.native.library import NativeLibrary
 from cedar.kernels.operators import Weight
 from cedar.kernels.reference import decode_weight
 
-LIBRARY = library_or_skip()
+library_or_skip()
 KINDS = ("float32", "bfloat16", "fp8", "fp4")
 DTYPES = (torch.float32, torch.bfloat16)
 EXAMPLES = settings(max_examples=40, deadline=None)
@@ -30,26 +28,6 @@ EXAMPLES = settings(max_examples=40, deadline=None)
 ROWS = st.sampled_from([1, 3, 16, 31, 33, 64, 100, 257])
 WIDTHS = st.sampled_from([32, 64, 96, 128, 160, 256, 640])
 COUNTS = st.sampled_from([1, 2, 5, 15, 16, 17, 33, 70])
-
-
-@pytest.fixture(params=LIBRARY.available_isas(), scope="module")
-def native(request: pytest.FixtureRequest) -> Iterator[NativeLibrary]:
-    LIBRARY.set_isa(request.param)
-    yield LIBRARY
-    LIBRARY.set_isa("auto")
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def weight_of(kind: str, rows: int, width: int, seed: int = 0) -> Weight:
-    values = draw(seed, rows, width) * width**-0.5
-    if kind in ("float32", "bfloat16"):
-        return Weight(values.to(getattr(torch, kind)))
-    packed = codec.encode_fp8_weight(values) if kind == "fp8" else codec.encode_fp4_weight(values)
-    tag = torch.float8_e4m3fn if kind == "fp8" else torch.int8
-    return Weight(packed.codes.view(tag), packed.scales.view(torch.float8_e8m0fnu))
 
 
 def exact_product(x: Tensor, weight: Weight, quantise: bool) -> Tensor:
@@ -62,40 +40,42 @@ def exact_product(x: Tensor, weight: Weight, quantise: bool) -> Tensor:
 @given(rows=ROWS, width=WIDTHS, count=COUNTS, kind=st.sampled_from(KINDS),
        dtype=st.sampled_from(DTYPES), quantise=st.booleans())  # fmt: skip
 def test_products_are_sums_of_exact_terms_rounded_once(
-    native: NativeLibrary, rows: int, width: int, count: int, kind: str, dtype: torch.dtype,
+    native_library: NativeLibrary, rows: int, width: int, count: int, kind: str, dtype: torch.dtype,
     quantise: bool,
 ) -> None:  # fmt: skip
-    x, weight = draw(1, count, width).to(dtype), weight_of(kind, rows, width)
-    wide = multiply(native, x, weight, torch.float32, quantise=quantise)
+    x, weight = draw(1, count, width).to(dtype), weight_of(0, rows, width, kind)
+    wide = multiply(native_library, x, weight, torch.float32, quantise=quantise)
     exact = exact_product(x, weight, quantise)
     assert (wide - exact).abs().max() <= 3e-6 * exact.abs().max()
-    narrow = multiply(native, x, weight, torch.bfloat16, quantise=quantise)
+    narrow = multiply(native_library, x, weight, torch.bfloat16, quantise=quantise)
     assert same_bits(narrow, wide.bfloat16())
 
 
 @pytest.mark.parametrize("width", [1, 7, 33, 70])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_plain_weights_may_have_any_width(native: NativeLibrary, kind: str, width: int) -> None:
+def test_plain_weights_may_have_any_width(
+    native_library: NativeLibrary, kind: str, width: int
+) -> None:
     for dtype in DTYPES:
         for count in (1, 20):
-            x, weight = draw(1, count, width).to(dtype), weight_of(kind, 37, width)
+            x, weight = draw(1, count, width).to(dtype), weight_of(0, 37, width, kind)
             exact = exact_product(x, weight, False)
-            ours = multiply(native, x, weight, torch.float32, quantise=False)
+            ours = multiply(native_library, x, weight, torch.float32, quantise=False)
             assert (ours - exact).abs().max() <= 3e-6 * exact.abs().max()
 
 
 @pytest.mark.parametrize("case", ["fp8_a", "fp8_b", "fp8_c", "fp4_a", "fp4_b", "fp4_c"])
 def test_recorded_products(
-    native: NativeLibrary, kernel_vectors: dict[str, Tensor], case: str
+    native_library: NativeLibrary, kernel_vectors: dict[str, Tensor], case: str
 ) -> None:
     x, values, scale, wide, narrow = (
         kernel_vectors[f"gemm.{case}.{name}"]
         for name in ("x", "w", "w_scale", "out_f32", "out_bf16")
     )
     weight = Weight(values, scale)
-    ours = multiply(native, x, weight, torch.float32)
+    ours = multiply(native_library, x, weight, torch.float32)
     assert (ours - wide).abs().max() <= 1e-6 * wide.abs().max()
-    difference = multiply(native, x, weight, torch.bfloat16).float() - narrow.float()
+    difference = multiply(native_library, x, weight, torch.bfloat16).float() - narrow.float()
     assert difference.abs().max() <= 2.0**-8 * narrow.float().abs().max()
 
 
@@ -113,7 +93,9 @@ def same_numbers(ours: Tensor, theirs: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("count", [1, 128])
-def test_every_fp4_code_under_every_scale_is_exact(native: NativeLibrary, count: int) -> None:
+def test_every_fp4_code_under_every_scale_is_exact(
+    native_library: NativeLibrary, count: int
+) -> None:
     # Row r has scale r everywhere; the columns run through the 16 codes. NaN and infinity spread
     # over a whole output, so only one input is nonzero at a time.
     codes = torch.arange(128, dtype=torch.uint8) % 16
@@ -123,12 +105,14 @@ def test_every_fp4_code_under_every_scale_is_exact(native: NativeLibrary, count:
     expected = decode_weight(weight, torch.float32)
     finite = torch.isfinite(expected).all(1)
     x = one_hot_rows(128, torch.bfloat16)[:count]
-    ours = multiply(native, x, weight, torch.float32, quantise=False).T
+    ours = multiply(native_library, x, weight, torch.float32, quantise=False).T
     assert same_numbers(ours[finite], expected[finite, :count])
 
 
 @pytest.mark.parametrize("count", [1, 128])
-def test_every_fp8_code_under_many_scales_is_exact(native: NativeLibrary, count: int) -> None:
+def test_every_fp8_code_under_many_scales_is_exact(
+    native_library: NativeLibrary, count: int
+) -> None:
     # Rows run through the codes, row blocks of 32 through the scales.
     scale_bytes = torch.tensor([0, 1, 9, 10, 11, 100, 126, 127, 128, 200, 245, 246, 247, 254])
     codes = torch.arange(256).repeat(len(scale_bytes))
@@ -139,19 +123,21 @@ def test_every_fp8_code_under_many_scales_is_exact(native: NativeLibrary, count:
     expected = decode_weight(weight, torch.float32)
     finite = torch.isfinite(expected).all(1)
     x = one_hot_rows(128, torch.bfloat16)[:count]
-    ours = multiply(native, x, weight, torch.float32, quantise=False).T
+    ours = multiply(native_library, x, weight, torch.float32, quantise=False).T
     assert same_numbers(ours[finite], expected[finite, :count])
 
 
-def test_nan_codes_and_nan_scales_reach_the_output(native: NativeLibrary) -> None:
+def test_nan_codes_and_nan_scales_reach_the_output(native_library: NativeLibrary) -> None:
     for kind in ("fp8", "fp4"):
         for where in ("values", "scale") if kind == "fp8" else ("scale",):
-            weight = weight_of(kind, 64, 128)
+            weight = weight_of(0, 64, 128, kind)
             tensor = weight.values if where == "values" else weight.scale
             assert tensor is not None
             tensor.view(torch.uint8)[0, 1] = 255
             for count in (1, 40):
-                ours = multiply(native, draw(1, count, 128).bfloat16(), weight, torch.float32)
+                ours = multiply(
+                    native_library, draw(1, count, 128).bfloat16(), weight, torch.float32
+                )
                 assert ours[:, 0].isnan().all()
                 assert not ours[:, 63].isnan().any()
 
@@ -160,53 +146,63 @@ def test_nan_codes_and_nan_scales_reach_the_output(native: NativeLibrary) -> Non
 @given(data=st.data(), rows=ROWS, width=WIDTHS, kind=st.sampled_from(KINDS),
        dtype=st.sampled_from(DTYPES))  # fmt: skip
 def test_a_row_has_the_same_bits_alone_in_any_batch_and_on_any_number_of_threads(
-    native: NativeLibrary, data: st.DataObject, rows: int, width: int, kind: str,
+    native_library: NativeLibrary, data: st.DataObject, rows: int, width: int, kind: str,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    x, weight = draw(2, 600, width).to(dtype), weight_of(kind, rows, width)
-    whole = multiply(native, x[:100], weight, torch.float32, threads=1)
+    x, weight = draw(2, 600, width).to(dtype), weight_of(0, rows, width, kind)
+    whole = multiply(native_library, x[:100], weight, torch.float32, threads=1)
     first = data.draw(st.integers(0, 99))
     last = data.draw(st.integers(first + 1, 100))
     threads = data.draw(st.integers(1, 4))
-    part = multiply(native, x[first:last], weight, torch.float32, threads=threads)
+    part = multiply(native_library, x[first:last], weight, torch.float32, threads=threads)
     assert same_bits(part, whole[first:last])
     # More columns than one block holds.
-    assert same_bits(multiply(native, x, weight, torch.float32)[:100], whole)
+    assert same_bits(multiply(native_library, x, weight, torch.float32)[:100], whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_product_large_enough_for_several_threads_has_the_bits_of_one(
-    native: NativeLibrary, kind: str
+    native_library: NativeLibrary, kind: str
 ) -> None:
-    weight = weight_of(kind, 2080, 512)
+    weight = weight_of(0, 2080, 512, kind)
     for count in (1, 40):
         x = draw(1, count, 512).bfloat16()
-        one = multiply(native, x, weight, torch.float32, threads=1)
+        one = multiply(native_library, x, weight, torch.float32, threads=1)
         for threads in (2, 3):
-            assert same_bits(multiply(native, x, weight, torch.float32, threads=threads), one)
+            assert same_bits(
+                multiply(native_library, x, weight, torch.float32, threads=threads), one
+            )
 
 
-def test_strides_are_honoured_and_neighbours_left_alone(native: NativeLibrary) -> None:
+def test_strides_are_honoured_and_neighbours_left_alone(native_library: NativeLibrary) -> None:
     for kind in KINDS:
-        weight = weight_of(kind, 40, 64)
+        weight = weight_of(0, 40, 64, kind)
         for dtype in DTYPES:
             x = draw(3, 20, 150).to(dtype)
             y = torch.full((20, 70), 5.0, dtype=dtype)
-            multiply(native, x[:, 11:75], weight, dtype, y=y[:, 9:49])
-            expected = multiply(native, x[:, 11:75].contiguous(), weight, dtype)
+            multiply(native_library, x[:, 11:75], weight, dtype, y=y[:, 9:49])
+            expected = multiply(native_library, x[:, 11:75].contiguous(), weight, dtype)
             assert same_bits(y[:, 9:49], expected)
             assert (y[:, :9] == 5).all()
             assert (y[:, 49:] == 5).all()
 
 
-def test_no_rows_is_a_result_without_rows(native: NativeLibrary) -> None:
-    assert multiply(native, draw(1, 0, 32), weight_of("fp4", 8, 32), torch.float32).shape == (0, 8)
+def test_no_rows_is_a_result_without_rows(native_library: NativeLibrary) -> None:
+    assert multiply(
+        native_library, draw(1, 0, 32), weight_of(0, 8, 32, "fp4"), torch.float32
+    ).shape == (0, 8)
 
 
-def test_widths_and_kinds_that_do_not_exist_are_refused(native: NativeLibrary) -> None:
+def test_widths_and_kinds_that_do_not_exist_are_refused(native_library: NativeLibrary) -> None:
     with pytest.raises(UsageError, match="multiple"):
-        multiply(native, draw(1, 2, 48), weight_of("float32", 8, 48), torch.float32, quantise=True)
+        multiply(
+            native_library,
+            draw(1, 2, 48),
+            weight_of(0, 8, 48, "float32"),
+            torch.float32,
+            quantise=True,
+        )
     with pytest.raises(UsageError, match="unknown"):
-        native.call("linear", 0, 0, 0, 0, 0, None, 4, 8, 32, 0, 0, 0, 8, 1)
+        native_library.call("linear", 0, 0, 0, 0, 0, None, 4, 8, 32, 0, 0, 0, 8, 1)
     with pytest.raises(UsageError, match="unknown"):
-        native.call("linear", 0, 2, 0, 0, 0, None, 0, 8, 32, 0, 0, 0, 8, 1)
+        native_library.call("linear", 0, 2, 0, 0, 0, None, 0, 8, 32, 0, 0, 0, 8, 1)

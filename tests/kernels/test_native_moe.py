@@ -6,41 +6,18 @@ specification 4.10 one at a time, and calls large enough to be cut into pieces.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-from native_calls import library_or_skip, same_bits
+from native_calls import draw, library_or_skip, same_bits, weight_of
 from torch import Tensor
 
 from cedar.errors import UsageError
-from cedar.formats import codec
 from cedar.kernels.native.operators import NativeOperators
 from cedar.kernels.operators import Expert, Routing, Weight
 from cedar.kernels.reference import ReferenceOperators
 
-LIBRARY = library_or_skip()
+library_or_skip()
 REFERENCE = ReferenceOperators()
-
-
-@pytest.fixture(params=LIBRARY.available_isas(), scope="module")
-def native(request: pytest.FixtureRequest) -> Iterator[NativeOperators]:
-    LIBRARY.set_isa(request.param)
-    yield NativeOperators(LIBRARY)
-    LIBRARY.set_isa("auto")
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def weight_of(seed: int, rows: int, width: int, kind: str) -> Weight:
-    values = draw(seed, rows, width) * width**-0.5
-    if kind == "bfloat16":
-        return Weight(values.bfloat16())
-    packed = codec.encode_fp8_weight(values) if kind == "fp8" else codec.encode_fp4_weight(values)
-    tag = torch.float8_e4m3fn if kind == "fp8" else torch.int8
-    return Weight(packed.codes.view(tag), packed.scales.view(torch.float8_e8m0fnu))
 
 
 def expert_of(seed: int, width: int, inner: int, kind: str) -> Expert:
