@@ -10,9 +10,10 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 Work = Callable[[], object]
+Taken = TypeVar("Taken")
 
 _TURN_SECONDS = 0.02
 
@@ -61,18 +62,33 @@ def interleave(a: Work, b: Work, *, rounds: int = 7) -> Ratio:
     Args:
         rounds: at least 5, after one discarded warm-up of each.
     """
+    check_rounds(rounds)
+    return ratio_of(*alternate(_turn(a), _turn(b), rounds=rounds))
+
+
+def check_rounds(rounds: int) -> None:
+    """Refuse too few rounds; called before anything is warmed up.
+
+    Raises:
+        ValueError: fewer than 5.
+    """
     if rounds < 5:
         raise ValueError(f"rounds={rounds}: a median of fewer than 5 means little")
-    turn_of_a, turn_of_b = _turn(a), _turn(b)
-    a_times, b_times = [], []
+
+
+def alternate(
+    turn_of_a: Callable[[], Taken], turn_of_b: Callable[[], Taken], *, rounds: int
+) -> tuple[list[Taken], list[Taken]]:
+    """What each turn of A and of B took, in the order A B B A; both are warm already."""
+    a_taken, b_taken = [], []
     for number in range(rounds):
         if number % 2:
-            b_times.append(turn_of_b())
-            a_times.append(turn_of_a())
+            b_taken.append(turn_of_b())
+            a_taken.append(turn_of_a())
         else:
-            a_times.append(turn_of_a())
-            b_times.append(turn_of_b())
-    return ratio_of(a_times, b_times)
+            a_taken.append(turn_of_a())
+            b_taken.append(turn_of_b())
+    return a_taken, b_taken
 
 
 def _turn(work: Work) -> Callable[[], float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cedar.bench.measure import Ratio, ratio_of, timed
+from cedar.bench.measure import Ratio, check_rounds, ratio_of, timed
 from cedar.bench.offline import random_prompt
 from cedar.cache.store_files import directory_bytes, find_slab
 from cedar.config.engine_config import EngineConfig
@@ -95,8 +95,7 @@ def run_prefix(
         directory: of the store; new or empty, on the disk to measure.
         rounds: at least 5, after one discarded of each.
     """
-    if rounds < 5:
-        raise ValueError(f"rounds={rounds}: a median of fewer than 5 means little")
+    check_rounds(rounds)
     prompt = random_prompt(tokens, model.config.vocab_size)[0].tolist()
     engine = _engine(model, directory, tokens + 1, sequences=2, copies=rounds + 3)
     assert engine.tier is not None

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cedar.bench.measure import Ratio, ratio_of
+from cedar.bench.measure import Ratio, alternate, check_rounds, ratio_of
 from cedar.engine.loaded_model import LoadedModel
 from cedar.engine.sampling_params import SamplingParams
 from cedar.llm import LLM
@@ -85,6 +85,7 @@ def run_serving(
     output_tokens: int, rounds: int,
 ) -> ServingResult:  # fmt: skip
     """Measure one model."""
+    check_rounds(rounds)
     size = tokenizer.vocab_size
     first = max(tokenizer.control_ids, default=0) + 1
     prompts = [
@@ -135,13 +136,7 @@ def run_serving(
         run_offline()
         ttft.clear()
         gaps.clear()
-        server_turns, offline_turns = [], []
-        for number in range(rounds):
-            if number % 2:
-                offline_turns.append(run_offline())
-            server_turns.append(serve())
-            if not number % 2:
-                offline_turns.append(run_offline())
+        server_turns, offline_turns = alternate(serve, run_offline, rounds=rounds)
     finally:
         here.send(False)
         clients.join()
