@@ -18,13 +18,14 @@ from cedar.cache.hashing import KEY_BYTES
 from cedar.cache.store_files import check_usable
 from cedar.config.engine_config import EngineConfig
 from cedar.config.modes import IndexKeyRule
-from cedar.engine.engine import Engine, StepOutput
+from cedar.engine.engine import Engine
 from cedar.engine.loaded_model import LoadedModel
+from cedar.engine.output import Logprob, StepOutput
 from cedar.engine.request import FinishReason
-from cedar.engine.sampler import Logprob
 from cedar.engine.sampling_params import SamplingParams
 from cedar.errors import RequestError, UsageError
-from cedar.loading import find_tokenizer, load, prefix_root
+from cedar.loading import load, prefix_root
+from cedar.model_directory import end_token, find_tokenizer
 from cedar.text.completion import CompletionText
 from cedar.text.tokenizer import Tokenizer
 from cedar.units import parse_bytes
@@ -151,7 +152,18 @@ class LLM:
                     "disk; pass LLM a directory or a name instead of a loaded model"
                 )
             root = prefix_root(model, self.model, config, seed)
-        self.engine = Engine(self.model, config, root)
+        self._run(Engine(self.model, config, root))
+
+    @classmethod
+    def over(cls, engine: Engine, tokenizer: Tokenizer | None) -> LLM:
+        """The offline API on an engine that is there already, such as a server's between two steps."""
+        llm = cls.__new__(cls)
+        llm.model, llm.tokenizer = engine.model, tokenizer
+        llm._run(engine)
+        return llm
+
+    def _run(self, engine: Engine) -> None:
+        self.engine = engine
         self._count = 0
         self._open: dict[str, _Open] = {}
 
@@ -173,9 +185,7 @@ class LLM:
     @property
     def eos_token_id(self) -> int | None:
         """The id that ends a text."""
-        if self.tokenizer is not None and self.tokenizer.eos_id is not None:
-            return self.tokenizer.eos_id
-        return self.model.config.eos_token_id
+        return end_token(self.tokenizer, self.model.config)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt; text gets the begin-of-sequence id in front.

@@ -21,48 +21,13 @@ from cedar.config.weight_schema import weight_schema
 from cedar.engine.forward import EngramRows
 from cedar.engine.loaded_model import LoadedModel
 from cedar.engine.random_weights import random_tensors
-from cedar.errors import CheckpointError, UsageError
+from cedar.errors import UsageError
 from cedar.formats.checkpoint import CheckpointReader
 from cedar.kernels.backends import select_operators
 from cedar.kernels.operators import Operators
 from cedar.model.causal_lm import CausalLM
+from cedar.model_directory import PRESET_PREFIX, resolve_model
 from cedar.text.token_map import token_map
-from cedar.text.tokenizer import TOKENIZER_FILE, Tokenizer
-
-PRESET_PREFIX = "preset:"
-#: Models that ship with the package, as directories under `assets`.
-SHIPPED = ("nano",)
-
-
-def resolve_model(name: str | Path) -> Path:
-    """The directory of a model: the one given, or that of a shipped model.
-
-    Raises:
-        CheckpointError: it does not exist.
-    """
-    directory = Path(name)
-    if str(name) in SHIPPED and not directory.is_dir():
-        directory = Path(__file__).parent / "assets" / str(name)
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"model {str(name)!r} is not a directory; pass a model directory in Hugging Face layout, "
-            f"{', '.join(SHIPPED)} (shipped with cedar) or preset:NAME (random weights)"
-        )
-    return directory
-
-
-def find_tokenizer(name: str | Path) -> Tokenizer | None:
-    """The tokenizer of a model; None for a preset and for a directory that ships none.
-
-    Raises:
-        CheckpointError: the directory does not exist, or its tokenizer is damaged.
-    """
-    if str(name).startswith(PRESET_PREFIX):
-        return None
-    directory = resolve_model(name)
-    if not (directory / TOKENIZER_FILE).is_file():
-        return None
-    return Tokenizer.from_directory(directory)
 
 
 def load(

@@ -13,6 +13,7 @@ from cedar.config.engine_config import EngineConfig
 from cedar.engine.async_engine import AsyncEngine
 from cedar.engine.engine import Engine
 from cedar.engine.loaded_model import LoadedModel
+from cedar.engine.thread_host import ThreadHost
 from cedar.errors import DoesNotFitError, EngineDeadError, QueueFullError
 from cedar.loading import load
 
@@ -27,7 +28,7 @@ def model() -> LoadedModel:
 
 @pytest.fixture
 def engine(model: LoadedModel) -> Iterator[AsyncEngine]:
-    running = AsyncEngine(Engine(model, CONFIG), max_waiting=3)
+    running = AsyncEngine(ThreadHost(Engine(model, CONFIG)), max_waiting=3)
     running.start()
     yield running
     running.stop()
@@ -52,15 +53,15 @@ def test_streams_of_concurrent_clients_equal_the_offline_result(
 
 def test_a_client_that_leaves_gives_its_blocks_back_with_one_abort(engine: AsyncEngine) -> None:
     aborts = []
-    original = engine.engine.abort
-    engine.engine.abort = lambda name: (aborts.append(name), original(name))[1]  # type: ignore[method-assign]
+    original = engine.host.engine.abort
+    engine.host.engine.abort = lambda name: (aborts.append(name), original(name))[1]  # type: ignore[method-assign]
 
     async def run() -> None:
         stream = engine.generate("gone", [5] * 20, PARAMS)
         async for _ in stream:
             break
         await stream.aclose()
-        await engine.call(lambda: None)
+        await engine.call(lambda _: None)
 
     asyncio.run(run())
     assert aborts == ["gone"]
@@ -73,7 +74,9 @@ def test_what_can_never_run_is_refused_before_the_first_output(engine: AsyncEngi
 
 
 def test_more_waiting_requests_than_allowed_are_refused(model: LoadedModel) -> None:
-    idle = AsyncEngine(Engine(model, CONFIG), max_waiting=1)  # never started: nothing is taken
+    idle = AsyncEngine(
+        ThreadHost(Engine(model, CONFIG)), max_waiting=1
+    )  # never started: nothing is taken
 
     async def run() -> None:
         first = asyncio.create_task(collect(idle, "a", [5]))
@@ -91,22 +94,22 @@ def test_a_dying_engine_tells_every_client_and_refuses_new_ones(
     def explode() -> None:
         raise RuntimeError("boom")
 
-    engine.engine.step = explode  # type: ignore[assignment, method-assign]
+    engine.host.engine.step = explode  # type: ignore[assignment, method-assign]
     with pytest.raises(EngineDeadError, match="boom"):
         asyncio.run(collect(engine, "a", [5]))
     with pytest.raises(EngineDeadError, match="restart the server"):
         asyncio.run(collect(engine, "b", [5]))
-    assert "engine thread died" in caplog.text
+    assert "engine died" in caplog.text
 
 
 def test_what_work_raises_goes_to_its_caller_and_the_engine_lives_on(engine: AsyncEngine) -> None:
-    def explode() -> None:
+    def explode(_: object) -> None:
         raise ValueError("boom")
 
     async def run() -> object:
         with pytest.raises(ValueError, match="boom"):
             await engine.call(explode)
-        return await engine.call(lambda: 7)
+        return await engine.call(lambda _: 7)
 
     assert asyncio.run(run()) == 7
     assert len(asyncio.run(collect(engine, "a", [5]))) == PARAMS.max_tokens
@@ -116,20 +119,22 @@ def test_calls_that_the_engine_cannot_run_any_more_are_refused(engine: AsyncEngi
     async def run() -> None:
         entered, leave = threading.Event(), threading.Event()
 
-        def block() -> None:
+        def block(_: object) -> None:
             entered.set()
             leave.wait(10)
             raise KeyboardInterrupt  # ends the engine thread with the next call still queued
 
-        engine.tell(block)
+        blocked = asyncio.create_task(engine.call(block))
         await asyncio.to_thread(entered.wait, 10)
-        queued = asyncio.create_task(engine.call(lambda: 7))
+        queued = asyncio.create_task(engine.call(lambda _: 7))
         await asyncio.sleep(0)
         leave.set()
         with pytest.raises(EngineDeadError, match="the engine has stopped; restart the server"):
             await asyncio.wait_for(queued, 10)
         with pytest.raises(EngineDeadError, match="the engine has stopped; restart the server"):
-            await asyncio.wait_for(engine.call(lambda: 7), 10)
+            await asyncio.wait_for(engine.call(lambda _: 7), 10)
+        with pytest.raises(EngineDeadError):
+            await blocked
 
     asyncio.run(run())
 

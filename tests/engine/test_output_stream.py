@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cedar.engine.engine import StepOutput
+from cedar.engine.output import StepOutput
 from cedar.engine.output_stream import OutputStream
 from cedar.engine.request import Request
 from cedar.engine.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_api import ENGINE, Api
+from server_api import ENGINE, Api, on_a_thread
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
@@ -16,6 +16,7 @@ from cedar.config.presets import preset
 from cedar.engine.random_weights import random_tensors
 from cedar.formats.checkpoint import write_checkpoint
 from cedar.server.config import ServerConfig
+from cedar.server.engine_wire import EngineSpec
 from cedar.server.launch import build_service
 from cedar.text.deepseek_markers import REQUIRED_MARKERS
 from cedar.training.tokenizer_training import train_tokenizer
@@ -63,12 +64,9 @@ def serve() -> Iterator[Callable[..., Api]]:
         **fields: Any,
     ) -> Api:  # fmt: skip
         config = ServerConfig(served_model_names=("tiny", "alias"), **fields)
-        service = build_service(
-            str(directory),
-            config,
-            {**ENGINE, **(engine or {})},
-            **{"dtype": "float32", **(load or {})},
-        )
+        fields, options = {**ENGINE, **(engine or {})}, {"dtype": "float32", **(load or {})}
+        spec = EngineSpec(str(directory), fields, **options)
+        service = build_service(spec, config, start_host=on_a_thread)
         service.engine.start()
         services.append(service)
         return Api(service)

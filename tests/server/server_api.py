@@ -8,7 +8,10 @@ from typing import Any
 
 import httpx
 
+from cedar.engine.engine import Engine
+from cedar.engine.thread_host import ThreadHost
 from cedar.server.app import create_app
+from cedar.server.engine_wire import EngineSpec
 from cedar.server.service import Service
 
 MODEL_LEN = 96
@@ -16,11 +19,23 @@ ENGINE = {"max_model_len": MODEL_LEN, "max_num_seqs": 4, "block_size": 8,
           "max_num_batched_tokens": 64, "enable_prefix_caching": True}  # fmt: skip
 
 
+def on_a_thread(spec: EngineSpec) -> ThreadHost:
+    """An engine in this process, where a test can look at it; a real server's has its own."""
+    return ThreadHost(spec.build().engine)
+
+
 class Api:
     """Calls of a service in this process; each runs in an event loop of its own."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.app = service, create_app(service)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind `on_a_thread`."""
+        host = self.service.engine.host
+        assert isinstance(host, ThreadHost)
+        return host.engine
 
     def call(self, method: str, path: str, **options: Any) -> httpx.Response:
         """One request."""
@@ -55,7 +70,7 @@ class Api:
 
     def settle(self) -> None:
         """Wait until the engine has obeyed everything it was told."""
-        asyncio.run(self.service.engine.call(lambda: None))  # type: ignore[arg-type]
+        asyncio.run(self.service.engine.call(lambda _: None))
 
     @property
     def used_blocks(self) -> int:

@@ -76,7 +76,7 @@ def test_leaving_in_a_phase_gives_everything_back(
     fields: dict[str, Any], stream: bool,
 ) -> None:  # fmt: skip
     service, reached = one.service, []
-    engine, loop_gone = service.llm.engine, asyncio.Event()
+    engine, loop_gone = one.engine, asyncio.Event()
     original = engine.step
     before = len(living())
 

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from server_api import on_a_thread
 
 from cedar.bench.serving import run_serving
 from cedar.engine.engine import Engine
-from cedar.loading import load
-from cedar.text.tokenizer import Tokenizer
 
 STREAMS, PROMPT, OUTPUT, ROUNDS = 3, 8, 5, 5
 
@@ -28,8 +27,8 @@ def test_server_and_offline_engine_run_the_same_batches(
 
     monkeypatch.setattr(Engine, "step", step)
     result = run_serving(
-        load(tiny_directory, dtype="float32"), Tokenizer.from_directory(tiny_directory),
-        streams=STREAMS, prompt_tokens=PROMPT, output_tokens=OUTPUT, rounds=ROUNDS,
+        str(tiny_directory), streams=STREAMS, prompt_tokens=PROMPT, output_tokens=OUTPUT,
+        rounds=ROUNDS, start_host=on_a_thread,
     )  # fmt: skip
     assert batches == [STREAMS] * OUTPUT * 2 * (ROUNDS + 1)
     document = result.to_dict()

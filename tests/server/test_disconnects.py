@@ -49,7 +49,7 @@ async def leave(
 def test_two_hundred_clients_leave_in_every_phase_and_each_costs_one_abort(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, aborts = api.service.llm.engine, []
+    engine, aborts = api.engine, []
     original = engine.abort
 
     def abort(request_id: str) -> None:
@@ -87,7 +87,7 @@ def test_two_hundred_clients_leave_in_every_phase_and_each_costs_one_abort(
 def test_a_client_that_leaves_after_two_chunks_frees_its_blocks_within_three_steps(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, steps = api.service.llm.engine, []
+    engine, steps = api.engine, []
     original = engine.step
 
     def step() -> Any:
@@ -101,7 +101,7 @@ def test_a_client_that_leaves_after_two_chunks_frees_its_blocks_within_three_ste
     async def run() -> int:
         chunks = await leave(api, "/v1/completions", body, 2)
         before = len(steps)
-        await api.service.engine.call(lambda: None)
+        await api.service.engine.call(lambda _: None)
         return chunks * 0 + len(steps) - before
 
     assert asyncio.run(run()) <= 3
@@ -112,4 +112,4 @@ def test_all_completions_of_a_call_end_when_its_client_leaves(api: Api) -> None:
     body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 60, "ignore_eos": True, "stream": True}
     asyncio.run(leave(api, "/v1/completions", body, 1))
     api.settle()
-    assert api.used_blocks == 0 and not api.service.llm.engine.has_work
+    assert api.used_blocks == 0 and not api.engine.has_work

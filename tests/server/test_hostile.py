@@ -76,7 +76,7 @@ def test_two_thousand_odd_requests_cause_no_server_error_and_lose_no_block(
             assert answer.json()["error"]["code"] == answer.status_code
     api.settle()
     assert api.used_blocks == 0 and not api.service.active
-    api.service.llm.engine.pool.check_integrity()
+    api.engine.pool.check_integrity()
 
 
 async def _send(client: Any, path: str, body: Any) -> Any:

@@ -17,6 +17,7 @@ from cedar.cli.serve import serve as serve_command
 from cedar.errors import CheckpointError, UsageError
 from cedar.server import launch
 from cedar.server.config import ServerConfig
+from cedar.server.engine_wire import EngineSpec
 from cedar.server.launch import CedarServer, bind, build_service, url_of
 
 BODY = {"prompt": "the", "max_tokens": 2000, "stream": True, "ignore_eos": True}
@@ -29,7 +30,9 @@ def started(tiny_directory: Path) -> Iterator[Callable[[float], tuple[CedarServe
 
     def start(grace: float) -> tuple[CedarServer, str]:
         config = ServerConfig(served_model_names=("tiny",), port=0, grace_seconds=grace)
-        service = build_service(str(tiny_directory), config, {**ENGINE, "max_model_len": 4096})
+        service = build_service(
+            EngineSpec(str(tiny_directory), {**ENGINE, "max_model_len": 4096}), config
+        )
         bound, ready = bind(config), threading.Event()
         server = CedarServer(service, ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
@@ -95,10 +98,12 @@ def test_a_missing_model_and_bad_options_are_named(tmp_path: Path) -> None:
 
 
 def test_a_preset_without_tokenizer_serves_token_ids_and_refuses_text() -> None:
-    from server_api import Api
+    from server_api import Api, on_a_thread
 
     config = ServerConfig(served_model_names=("tiny",))
-    service = build_service("preset:tiny", config, {**ENGINE}, dtype="float32")
+    service = build_service(
+        EngineSpec("preset:tiny", {**ENGINE}, dtype="float32"), config, start_host=on_a_thread
+    )
     service.engine.start()
     api = Api(service)
     try:
@@ -121,4 +126,4 @@ def test_a_preset_without_tokenizer_serves_token_ids_and_refuses_text() -> None:
 def test_a_length_beyond_the_models_positions_is_refused_at_the_start(tiny_directory: Path) -> None:
     config = ServerConfig(served_model_names=("tiny",))
     with pytest.raises(UsageError, match="max_model_len=4097 exceeds the model's max_position_emb"):
-        build_service(str(tiny_directory), config, {**ENGINE, "max_model_len": 4097})
+        build_service(EngineSpec(str(tiny_directory), {**ENGINE, "max_model_len": 4097}), config)

@@ -30,7 +30,7 @@ def small(serve: Callable[..., Api], tiny_directory: Path) -> Api:
 @contextmanager
 def held(api: Api) -> Iterator[None]:
     """The model stands still inside: its next batch waits for the end of the block."""
-    runner = api.service.llm.engine.runner
+    runner = api.engine.runner
     release, original = threading.Event(), runner.execute
 
     def execute(batch: Batch) -> Any:
@@ -183,7 +183,7 @@ def test_while_draining_new_work_gets_503_and_probes_say_so(small: Api) -> None:
 def test_a_dead_engine_ends_streams_with_an_error_event_and_shows_in_the_probes(
     small: Api, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original, steps = small.service.llm.engine.step, []
+    original, steps = small.engine.step, []
 
     def step() -> Any:
         steps.append(time.monotonic())
@@ -191,7 +191,7 @@ def test_a_dead_engine_ends_streams_with_an_error_event_and_shows_in_the_probes(
             raise RuntimeError("boom")
         return original()
 
-    small.service.llm.engine.step = step  # type: ignore[method-assign]
+    small.engine.step = step  # type: ignore[method-assign]
     body = {"prompt": "x", "max_tokens": 30, "stream": True, "ignore_eos": True, "temperature": 0}
     answer = small.post(COMPLETIONS, body)
     events = [line for line in answer.text.split("\n\n") if line.startswith("data:")]
@@ -202,7 +202,7 @@ def test_a_dead_engine_ends_streams_with_an_error_event_and_shows_in_the_probes(
     assert after.status_code == 500
     assert after.json()["error"]["type"] == "InternalServerError"
     assert isinstance(small.service.engine.failure, RuntimeError)
-    assert "engine thread died" in caplog.text
+    assert "engine died" in caplog.text
     with pytest.raises(EngineDeadError):
         small.service.engine.check([])
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from test_serve_process import running
 
-from cedar.loading import resolve_model
+from cedar.model_directory import resolve_model
 
 GUIDELLM = shutil.which("guidellm")
 

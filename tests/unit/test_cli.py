@@ -15,9 +15,11 @@ import pytest
 from cedar.cli.main import main
 from cedar.cli.options import read_text
 from cedar.engine.sampling_params import SamplingParams
+from cedar.engine.thread_host import ThreadHost
 from cedar.errors import UsageError
 from cedar.llm import LLM
 from cedar.server.config import ServerConfig
+from cedar.server.engine_wire import EngineSpec
 from cedar.server.launch import build_service
 
 VECTORS = Path(__file__).parent.parent / "vectors"
@@ -151,7 +153,9 @@ def test_the_offline_api_runs_token_ids_without_a_tokenizer() -> None:
 
 def test_a_server_of_a_directory_without_a_tokenizer_offers_no_chat() -> None:
     service = build_service(
-        str(VECTORS / "m1-tiny-text-bf16"), ServerConfig(served_model_names=("m1",)), {}
+        EngineSpec(str(VECTORS / "m1-tiny-text-bf16"), {}),
+        ServerConfig(served_model_names=("m1",)),
+        start_host=lambda spec: ThreadHost(spec.build().engine),
     )
     assert service.tokenizer is None
     assert service.template is None

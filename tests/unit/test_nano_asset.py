@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import cedar
 from cedar.config.presets import preset
-from cedar.loading import resolve_model
+from cedar.model_directory import resolve_model
 from cedar.text.tokenizer import Tokenizer
 
 #: Opening of Persuasion (Jane Austen, 1817), whose whole text was held out of the training.

@@ -175,12 +175,10 @@ def serving(
     """The server on loopback against the offline engine, and the latencies its clients see."""
     from cedar.bench.record import environment
     from cedar.bench.serving import run_serving
-    from cedar.loading import load, resolve_model
-    from cedar.text.tokenizer import Tokenizer
 
     result = run_serving(
-        load(model), Tokenizer.from_directory(resolve_model(model)), streams=streams,
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens, rounds=rounds,
+        model, streams=streams, prompt_tokens=prompt_tokens, output_tokens=output_tokens,
+        rounds=rounds,
     )  # fmt: skip
     document = result.to_dict()
     low, high = document["overhead_quartiles"]

@@ -53,7 +53,8 @@ def compare(
     from cedar.bench.flows import random_flow_models, run_flow, trained_flow_models
     from cedar.bench.record import environment
     from cedar.kernels.backends import select_operators
-    from cedar.loading import PRESET_PREFIX, find_tokenizer, from_config, load, reload_as
+    from cedar.loading import from_config, load, reload_as
+    from cedar.model_directory import PRESET_PREFIX, find_tokenizer
 
     ops = select_operators(kernels)
     tokenizer = find_tokenizer(model)

@@ -52,7 +52,8 @@ def generate(
     given = _prompt(prompt, prompt_file, prompt_ids)
     from cedar.engine.sampling_params import SamplingParams
     from cedar.llm import LLM, encode_prompt
-    from cedar.loading import find_tokenizer, load
+    from cedar.loading import load
+    from cedar.model_directory import find_tokenizer
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,

@@ -62,17 +62,16 @@ def serve(
     prefix_store_windows: bool, **engine: Any,
 ) -> None:  # fmt: skip
     """Serve a model over HTTP, with OpenAI's API."""
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     try:
         from cedar.server.launch import CedarServer, bind, build_service, url_of
     except ModuleNotFoundError as error:
         raise UsageError(
             f"serving needs the package {error.name!r}; pip install 'cedar-llm[serve]'"
         ) from None
-    from cedar.server.config import ServerConfig
+    from cedar.server.config import LOG_FORMAT, ServerConfig
+    from cedar.server.engine_wire import EngineSpec
 
+    logging.basicConfig(level=log_level.upper(), format=LOG_FORMAT)
     engine |= _store_fields(
         prefix_store_dir, prefix_store_size, prefix_store_windows, engine["enable_prefix_caching"]
     )
@@ -83,11 +82,8 @@ def serve(
         keep_alive_seconds=keep_alive_seconds, grace_seconds=grace_seconds,
     )  # fmt: skip
     bound = bind(config)
-    service = build_service(
-        model, config, engine, kernels=kernels, dtype=dtype,
-        index_key_rule=index_key_rule,  # type: ignore[arg-type]
-        seed=seed, chat_template=chat_template,
-    )  # fmt: skip
+    spec = EngineSpec(model, engine, kernels, dtype, index_key_rule, seed)
+    service = build_service(spec, config, chat_template=chat_template)
     url = url_of(bound)
     server = CedarServer(service, lambda: click.echo(f"cedar serves {service.name} at {url}"))
     server.run(sockets=[bound])

@@ -6,8 +6,7 @@ Joins the pool's buffers with the store and its writing thread. Called by `prefi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import TracebackType
 
 from cedar.cache.kv_pool import KVPool
@@ -15,36 +14,7 @@ from cedar.cache.store import PrefixStore
 from cedar.cache.store_format import RecordKind
 from cedar.cache.store_records import Record
 from cedar.cache.transfer import StoreWriter, load_prefix
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiskStats:
-    """The prefix store now, and what happened since it was opened.
-
-    Attributes:
-        limit_bytes, bytes_on_disk: the most all its files may take, and what they take.
-        records, records_set_aside: good ones, and bad ones that wait for their space to be needed.
-        lookups: requests whose prompt went on beyond memory.   hits: those that got a block.
-        read_bytes, written_bytes: payloads, without headers.
-        written, evicted: records.
-        dropped, misses, damaged, errors: records that were not written, reads that gave nothing,
-            records set aside, failed calls; each by reason, as in docs/prefix-cache.md.
-    """
-
-    limit_bytes: int
-    bytes_on_disk: int
-    records: int
-    records_set_aside: int
-    lookups: int
-    hits: int
-    read_bytes: int
-    written_bytes: int
-    written: int
-    evicted: int
-    dropped: Mapping[str, int]
-    misses: Mapping[str, int]
-    damaged: Mapping[str, int]
-    errors: Mapping[str, int]
+from cedar.engine.engine_status import DiskStats
 
 
 class DiskTier:

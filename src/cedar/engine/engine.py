@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from cedar.cache.block_pool import BlockPool
 from cedar.cache.hashing import KEY_BYTES
@@ -15,34 +14,19 @@ from cedar.cache.store import PrefixStore
 from cedar.config.engine_config import EngineConfig
 from cedar.engine.account import Account
 from cedar.engine.disk_tier import DiskTier
+from cedar.engine.engine_status import EngineCounts, EngineDetails, EngineInfo, RequestRow
+from cedar.engine.limits import RequestLimits
 from cedar.engine.loaded_model import LoadedModel
+from cedar.engine.output import StepOutput
 from cedar.engine.phases import EncoderReplay, check_choice
 from cedar.engine.prefix_reuse import PrefixReuse
-from cedar.engine.request import FinishReason, Request, RequestStatus
+from cedar.engine.request import Request, RequestStatus
 from cedar.engine.runner import Runner
-from cedar.engine.sampler import Logprob
 from cedar.engine.sampling_params import SamplingParams
 from cedar.engine.scheduler import Scheduler
 from cedar.errors import RequestError, UsageError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """One new token of one request, or its end without one (abort).
-
-    Attributes:
-        request: live; whoever reads an output later sees the request as it is then.
-        token_id: None only for an abort.
-        logprobs: as asked for.
-        finish_reason: why the request ended with this token; None when it went on.
-    """
-
-    request: Request
-    token_id: int | None
-    logprobs: tuple[Logprob, ...] | None = None
-    finish_reason: FinishReason | None = None
 
 
 class Engine:
@@ -66,8 +50,10 @@ class Engine:
         reuse = None
         if config.caches_prefixes:
             reuse = PrefixReuse(model.plan, config, self.pool, prefix_root, self._tier)
-        self.scheduler = Scheduler(config, self.pool, model.config.vocab_size, reuse)
+        self.limits = RequestLimits(config, self.pool.num_blocks, model.config.vocab_size)
+        self.scheduler = Scheduler(self.limits, self.pool, reuse)
         self._requests: dict[str, Request] = {}
+        self._submitted = 0
         self._is_closed = False
 
     def _open_tier(self, root: bytes) -> DiskTier | None:
@@ -100,6 +86,36 @@ class Engine:
             self.abort(request_id)
 
     @property
+    def info(self) -> EngineInfo:
+        """What never changes."""
+        return EngineInfo(
+            self.limits, self.runner.state.pool.block_bytes, self.runner.decoder_prefill,
+            self._tier is not None,
+        )  # fmt: skip
+
+    def counts(self) -> EngineCounts:
+        """Counts right now; any thread may call it."""
+        scheduler, pool = self.scheduler, self.pool
+        return EngineCounts(
+            len(scheduler.running), len(scheduler.waiting), pool.num_blocks, pool.num_free,
+            scheduler.preemptions, self._submitted,
+        )  # fmt: skip
+
+    def details(self) -> EngineDetails:
+        """What metrics and the live view show; any thread may call it."""
+        account, scheduler, tier = self.account, self.scheduler, self._tier
+        return EngineDetails(
+            account.encode.tokens, account.replay.tokens, account.decode.tokens, self.pool.stats(),
+            None if tier is None else tier.stats(),
+            tuple(_row(request) for request in (*scheduler.running, *scheduler.waiting)),
+        )  # fmt: skip
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """Everything that runs or waits."""
+        return tuple(self._requests.values())
+
+    @property
     def account(self) -> Account:
         """Work of all phases so far."""
         return self.runner.account
@@ -126,6 +142,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request that has been made already. Raises as `add_request`."""
+        self._submitted += 1
         self._check_open()
         if request.request_id in self._requests:
             raise RequestError(
@@ -173,3 +190,11 @@ class Engine:
             self._requests.pop(request.request_id, None)
             self.runner.forget(request)
         return outputs
+
+
+def _row(request: Request) -> RequestRow:
+    return RequestRow(
+        request.request_id, request.status.value, len(request.prompt_ids), request.read,
+        request.cached_tokens, request.cached_from_disk, len(request.output_ids),
+        request.params.max_tokens, request.preemptions, request.arrival,
+    )  # fmt: skip

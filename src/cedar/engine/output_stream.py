@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from cedar.engine.engine import StepOutput
+from cedar.engine.output import StepOutput
 from cedar.engine.request import Request
 
 Item = StepOutput | BaseException

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cedar.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from cedar.engine.sampler import Logprob
+    from cedar.engine.output import Logprob
 
 
 class RequestStatus(Enum):

@@ -13,19 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cedar.engine.output import Logprob
 from cedar.engine.sampling_params import SamplingParams
 
 #: Float32 logits divided by less could overflow; from here down only equal logits stay in a draw.
 _LEAST_TEMPERATURE = 1e-30
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """One token's log-probability and its rank (1 = most likely)."""
-
-    token_id: int
-    logprob: float
-    rank: int
 
 
 @dataclass(frozen=True)

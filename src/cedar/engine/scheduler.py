@@ -12,30 +12,27 @@ from __future__ import annotations
 from collections import deque
 
 from cedar.cache.block_pool import BlockPool
-from cedar.config.engine_config import EngineConfig
 from cedar.engine.batch import Batch, PrefillChunk
+from cedar.engine.limits import RequestLimits
 from cedar.engine.prefix_reuse import PrefixReuse
 from cedar.engine.request import FinishReason, Request, RequestStatus
-from cedar.errors import DoesNotFitError, RequestError
 
 
 class Scheduler:
     """Queues of one engine.
 
     Args:
-        config: limits.   pool: block accounting.   vocab_size: bound of token ids.
+        limits: what is refused, and the sizes of a step.   pool: block accounting.
         reuse: prefix cache policy; None = off.
     """
 
-    def __init__(
-        self, config: EngineConfig, pool: BlockPool, vocab_size: int, reuse: PrefixReuse | None
-    ) -> None:
-        self._config, self._pool, self._vocab_size = config, pool, vocab_size
-        self._reuse = reuse
+    def __init__(self, limits: RequestLimits, pool: BlockPool, reuse: PrefixReuse | None) -> None:
+        self._limits, self._config = limits, limits.config
+        self._pool, self._reuse = pool, reuse
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
-        self._free_slots = list(reversed(range(config.max_num_seqs)))
+        self._free_slots = list(reversed(range(limits.config.max_num_seqs)))
 
     @property
     def has_work(self) -> bool:
@@ -43,40 +40,9 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request that `check` accepts."""
-        self.check(request)
+        """Queue a request that the limits allow. Raises as `RequestLimits.check`."""
+        self._limits.check(request)
         self.waiting.append(request)
-
-    def check(self, request: Request) -> None:
-        """Refuse, before any work, what can never run. Changes nothing; any thread may call it.
-
-        Raises:
-            RequestError: the prompt is empty or an id is out of range.
-            DoesNotFitError: prompt and output exceed `max_model_len` or the whole pool.
-        """
-        prompt, params = request.prompt_ids, request.params
-        if not prompt:
-            raise RequestError("the prompt has no tokens; pass at least one", param="prompt")
-        for token in (*prompt, *params.logit_bias, *params.stop_token_ids):
-            if not 0 <= token < self._vocab_size:
-                raise RequestError(
-                    f"token id {token} is not in the vocabulary; allowed 0..{self._vocab_size - 1}",
-                    param="prompt",
-                )
-        total, limit = len(prompt) + params.max_tokens, self._config.max_model_len
-        if total > limit:
-            room = limit - len(prompt)
-            advice = f"lower max_tokens to {room} or " if room > 0 else "shorten the prompt or "
-            raise DoesNotFitError(
-                f"max_tokens={params.max_tokens} does not fit: prompt {len(prompt)} + "
-                f"{params.max_tokens} > max_model_len {limit}; {advice}raise --max-model-len"
-            )
-        need, have = self._blocks(total), self._pool.num_blocks
-        if need > have:
-            raise DoesNotFitError(
-                f"the request needs {need} blocks of {self._config.block_size} tokens, the pool has "
-                f"{have}; raise num_blocks or lower max_tokens"
-            )
 
     def abort(self, request: Request) -> None:
         """End a request at once and give its blocks back; nothing to do if it has ended."""

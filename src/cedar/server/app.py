@@ -1,4 +1,4 @@
-"""The ASGI app of a service: routes, error pages, lifetime of the engine's thread."""
+"""The ASGI app of a service: routes, error pages, lifetime of the engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CLIENT_LEFT = 499
 
 
 def create_app(service: Service) -> FastAPI:
-    """The app; its lifespan starts and stops the engine's thread."""
+    """The app; its lifespan starts and stops the engine."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

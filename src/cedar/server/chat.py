@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cedar.engine.sampler import Logprob
+from cedar.engine.output import Logprob
 from cedar.errors import RequestError
 from cedar.server import responses as out
 from cedar.server.completion import Completion, Piece
@@ -103,7 +103,7 @@ def _open(service: Service, body: ChatBody) -> tuple[Call, list[_Answer]]:
         logprobs=_top_logprobs(body),
     )  # fmt: skip
     ends = [tokenizer.token_to_id(marker) for marker in template.end_markers]
-    end_ids = [i for i in ends if i is not None and i != service.llm.eos_token_id]
+    end_ids = [i for i in ends if i is not None and i != service.eos_token_id]
     call = service.open([ids], params, "chatcmpl", end_ids=end_ids, cache_salt=body.cache_salt)
     reasons, is_dsml = starts_in_reasoning(segments), template.writes_dsml
     shown = {tokenizer.token_to_id(text) for text in (THINK_OPEN, THINK_CLOSE, DSML)}

@@ -9,9 +9,8 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from cedar.engine.engine import StepOutput
+from cedar.engine.output import Logprob, StepOutput
 from cedar.engine.request import FinishReason, Request
-from cedar.engine.sampler import Logprob
 from cedar.server.metrics import Metrics
 from cedar.text.completion import CompletionText
 

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cedar.engine.sampler import Logprob
+from cedar.engine.output import Logprob
 from cedar.server import responses as out
 from cedar.server.completion import Completion, Piece
 from cedar.server.protocol import CompletionBody, prompts_of, read_body, refuse_best_of

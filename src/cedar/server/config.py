@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from cedar.errors import UsageError
 
+#: Of the logs of both processes.
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:

@@ -15,7 +15,7 @@ from cedar.server.service import Service
 
 
 async def health(request: Request) -> Response:
-    """200 while the engine's thread lives, else 503 with the reason."""
+    """200 while the engine lives, else 503 with the reason."""
     service: Service = request.app.state.service
     if service.engine.failure is not None:
         reason = f"the engine has died: {service.engine.failure}"

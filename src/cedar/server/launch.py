@@ -10,20 +10,21 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import uvicorn
 
 from cedar.config.model_config import ModelConfig
-from cedar.config.modes import IndexKeyRule
 from cedar.config.presets import preset
+from cedar.engine.host import EngineHost
 from cedar.errors import UsageError
-from cedar.llm import LLM
-from cedar.loading import PRESET_PREFIX, resolve_model
+from cedar.model_directory import PRESET_PREFIX, end_token, find_tokenizer, resolve_model
 from cedar.server.app import create_app
 from cedar.server.config import ServerConfig
+from cedar.server.engine_wire import EngineSpec
+from cedar.server.process_host import ProcessHost
 from cedar.server.service import Service, sampling_defaults
 from cedar.text.chat_template import load_chat_template
 
@@ -37,47 +38,45 @@ _NO_TEXT = "this model has no tokenizer; pass token ids"
 
 
 def build_service(
-    model: str, config: ServerConfig, engine: dict[str, Any], *, kernels: str = "auto",
-    dtype: str | None = None, index_key_rule: IndexKeyRule = "corrected", seed: int = 0,
-    chat_template: Path | None = None,
+    spec: EngineSpec, config: ServerConfig, *, chat_template: Path | None = None,
+    start_host: Callable[[EngineSpec], EngineHost] = ProcessHost,
 ) -> Service:  # fmt: skip
     """Load a model and everything around it.
 
     Args:
-        model: a directory, `nano` or `preset:NAME`; token ids only where it has no tokenizer.
-        engine: fields of `EngineConfig`; `max_model_len` may be None.
-        kernels, dtype, index_key_rule, seed: as `cedar.load`.
+        spec: a directory, `nano` or `preset:NAME`, and how to run it; a `max_model_len` of None is the
+            model's own, up to `DEFAULT_MODEL_LEN`. Token ids only where it has no tokenizer.
+        config: names and limits.
         chat_template: a Jinja file to use instead of the model's own format.
+        start_host: where the engine runs.
 
     Raises:
         CheckpointError, UsageError: as `cedar.load`.
         StoreError: the prefix store cannot be opened, or another process writes it.
     """
-
-    def start(model_config: ModelConfig) -> LLM:
-        limit = engine.get("max_model_len")
-        if limit is None:
-            limit = min(model_config.max_position_embeddings, DEFAULT_MODEL_LEN)
-        return LLM(
-            model, kernels=kernels, dtype=dtype, index_key_rule=index_key_rule, seed=seed,
-            **{**engine, "max_model_len": limit},
-        )  # fmt: skip
-
-    if model.startswith(PRESET_PREFIX):
-        return Service(start(preset(model.removeprefix(PRESET_PREFIX))), config, no_chat=_NO_TEXT)
-    directory = resolve_model(model)
-    template, no_chat = None, ""
-    try:
-        template = load_chat_template(directory, template_file=chat_template)
-    except UsageError as error:
-        if chat_template is not None:
-            raise
-        no_chat = str(error)
-    defaults = sampling_defaults(directory)
-    llm = start(ModelConfig.from_pretrained(directory))
-    if llm.tokenizer is None:
+    template, no_chat, defaults = None, _NO_TEXT, {}
+    if spec.model.startswith(PRESET_PREFIX):
+        model_config = preset(spec.model.removeprefix(PRESET_PREFIX))
+    else:
+        directory = resolve_model(spec.model)
+        model_config = ModelConfig.from_pretrained(directory)
+        try:
+            template = load_chat_template(directory, template_file=chat_template)
+        except UsageError as error:
+            if chat_template is not None:
+                raise
+            no_chat = str(error)
+        defaults = sampling_defaults(directory)
+    tokenizer = find_tokenizer(spec.model)
+    if tokenizer is None:
         template, no_chat = None, _NO_TEXT
-    return Service(llm, config, template=template, no_chat=no_chat, defaults=defaults)
+    if spec.engine.get("max_model_len") is None:
+        limit = min(model_config.max_position_embeddings, DEFAULT_MODEL_LEN)
+        spec = replace(spec, engine={**spec.engine, "max_model_len": limit})
+    return Service(
+        start_host(spec), config, tokenizer=tokenizer, template=template, no_chat=no_chat,
+        eos_token_id=end_token(tokenizer, model_config), defaults=defaults,
+    )  # fmt: skip
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -127,21 +126,21 @@ class CedarServer(uvicorn.Server):
         )  # fmt: skip
         self._service, self._announce = service, announce
         self._draining: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then say so."""
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started:
             self._announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: drain and exit 0. Second: end now."""
-        if self._service.is_draining or self._loop is None:
+        if self._service.is_draining or self.loop is None:
             os._exit(INTERRUPTED)
         self._service.is_draining = True
-        self._loop.call_soon_threadsafe(self.drain)
+        self.loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
         """Begin the shutdown; runs on the loop."""

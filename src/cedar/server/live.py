@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, Response
 
 from cedar import __version__
-from cedar.engine.request import Request
+from cedar.engine.engine_status import RequestRow
 from cedar.server.responses import json_response
 from cedar.server.service import Service
 from cedar.server.sse import EventStream, event
@@ -63,25 +63,24 @@ async def live_requests(request: HttpRequest) -> Response:
 
 def view(service: Service) -> dict[str, Any]:
     """The live view as plain data."""
-    engine, snapshot = service.llm.engine, service.engine.snapshot()
-    scheduler = engine.scheduler
-    stats, tier = engine.pool.stats(), engine.tier
+    snapshot, details = service.engine.snapshot(), service.engine.details()
+    info, pool = service.engine.info, details.pool
     return {
         "object": "list",
-        "data": [_row(request) for request in (*scheduler.running, *scheduler.waiting)],
+        "data": [_row(request) for request in details.requests],
         "queue": {
             "running": snapshot.running, "waiting": snapshot.waiting,
-            "max_num_seqs": engine.config.max_num_seqs, "max_waiting": service.config.max_waiting,
+            "max_num_seqs": info.config.max_num_seqs, "max_waiting": service.config.max_waiting,
             "preemptions": snapshot.preemptions,
         },
         "cache": {
-            "block_size": engine.config.block_size, "total_blocks": snapshot.total_blocks,
+            "block_size": info.config.block_size, "total_blocks": snapshot.total_blocks,
             "used_blocks": snapshot.total_blocks - snapshot.free_blocks,
-            "cached_blocks": stats.cached, "evicted_blocks": stats.evicted,
-            "hit_tokens": stats.adopted * engine.config.block_size,
-            "block_bytes": engine.runner.state.pool.block_bytes,
+            "cached_blocks": pool.cached, "evicted_blocks": pool.evicted,
+            "hit_tokens": pool.adopted * info.config.block_size,
+            "block_bytes": info.block_bytes,
         },
-        "store": None if tier is None else asdict(tier.stats()),
+        "store": None if details.disk is None else asdict(details.disk),
     }  # fmt: skip
 
 
@@ -104,15 +103,10 @@ async def _follow(service: Service) -> AsyncGenerator[bytes, None]:
         await asyncio.sleep(_INTERVAL_SECONDS)
 
 
-def _row(request: Request) -> dict[str, Any]:
-    return {
-        "id": request.request_id, "status": request.status.value,
-        "prompt_tokens": len(request.prompt_ids), "read_tokens": request.read,
-        "cached_tokens": request.cached_tokens, "disk_tokens": request.cached_from_disk,
-        "completion_tokens": len(request.output_ids),
-        "max_tokens": request.params.max_tokens, "preemptions": request.preemptions,
-        "age_seconds": round(time.monotonic() - request.arrival, 3),
-    }  # fmt: skip
+def _row(row: RequestRow) -> dict[str, Any]:
+    document = asdict(row)
+    age = time.monotonic() - document.pop("arrival")
+    return {"id": document.pop("request_id"), **document, "age_seconds": round(age, 3)}
 
 
 def _figures(name: str) -> str:

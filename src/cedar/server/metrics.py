@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cedar.engine.async_engine import AsyncEngine
-from cedar.engine.disk_tier import DiskStats
+from cedar.engine.engine_status import DiskStats
 from cedar.engine.request import Request
 from cedar.server.token_metrics import TokenMetrics
 
@@ -46,7 +46,7 @@ class Metrics:
         self._prompt = counter("prompt_tokens", "Prompt tokens of requests that were started")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in memory")
         self._hits = counter("prefix_cache_hits", "Prompt tokens used from memory")
-        self._has_disk = engine.engine.tier is not None
+        self._has_disk = engine.info.has_store
         if self._has_disk:
             self._disk_queries = counter(
                 "external_prefix_cache_queries", "Prompt tokens beyond memory, looked up on disk"
@@ -84,7 +84,7 @@ class Metrics:
         self.registry.register(_EngineCollector(engine, model_name))
 
     def step(self, num_outputs: int) -> None:
-        """The engine has run a step (called on its thread)."""
+        """The engine has run a step."""
         if num_outputs:
             self._iteration.observe(num_outputs)
 
@@ -145,21 +145,20 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Gauges of now and counters of work so far."""
-        snapshot, account = self._engine.snapshot(), self._engine.engine.account
+        snapshot, details = self._engine.snapshot(), self._engine.details()
         used = 1 - snapshot.free_blocks / max(1, snapshot.total_blocks)
         yield self._gauge("num_requests_running", "Requests in the batch", snapshot.running)
         yield self._gauge("num_requests_waiting", "Requests waiting", snapshot.waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", used)
         counter = self._counter
         yield counter("num_preemptions", "Requests that lost their blocks", snapshot.preemptions)
-        yield counter("encode_tokens", "Tokens through the encoder", account.encode.tokens)
-        yield counter("replay_tokens", "Prompt rows through the decoder", account.replay.tokens)
-        yield counter("decode_tokens", "Tokens fed one by one", account.decode.tokens)
-        evicted = self._engine.engine.pool.stats().evicted
+        yield counter("encode_tokens", "Tokens through the encoder", details.encode_tokens)
+        yield counter("replay_tokens", "Prompt rows through the decoder", details.replay_tokens)
+        yield counter("decode_tokens", "Tokens fed one by one", details.decode_tokens)
+        evicted = details.pool.evicted
         yield counter("prefix_cache_evicted_blocks", "Cached blocks overwritten", evicted)
-        tier = self._engine.engine.tier
-        if tier is not None:
-            yield from self._disk(tier.stats())
+        if details.disk is not None:
+            yield from self._disk(details.disk)
 
     def _disk(self, disk: DiskStats) -> Iterable[Metric]:
         """The prefix store on disk."""

@@ -17,11 +17,11 @@ from typing import Any
 
 from cedar import __version__
 from cedar.engine.async_engine import AsyncEngine
+from cedar.engine.host import EngineHost
 from cedar.engine.output_stream import OutputStream
 from cedar.engine.request import Request
 from cedar.engine.sampling_params import SamplingParams
 from cedar.errors import ConfigError, DoesNotFitError, RequestError, UsageError
-from cedar.llm import LLM
 from cedar.server.completion import Completion, Piece
 from cedar.server.config import ServerConfig
 from cedar.server.errors import ApiError
@@ -30,6 +30,7 @@ from cedar.server.responses import Usage
 from cedar.server.token_text import TokenText
 from cedar.text.chat_template import ChatTemplate
 from cedar.text.completion import CompletionText
+from cedar.text.tokenizer import Tokenizer
 
 #: Texts longer than this are encoded on a worker thread, so that the loop stays free.
 _LONG_TEXT = 20_000
@@ -40,7 +41,8 @@ class Service:
     """One model being served.
 
     Args:
-        llm: not used by anybody else from now on.   config: names and limits.
+        host: runs the engine; not used by anybody else from now on.   config: names and limits.
+        tokenizer: None = prompts are token ids.   eos_token_id: ends a text; None = nothing does.
         template: the model's chat format; None = `no_chat` says why there is none.
         defaults: sampling fields that a request may leave out, from `sampling_defaults`.
 
@@ -50,17 +52,18 @@ class Service:
     """
 
     def __init__(
-        self, llm: LLM, config: ServerConfig, *, template: ChatTemplate | None = None,
+        self, host: EngineHost, config: ServerConfig, *, tokenizer: Tokenizer | None = None,
+        eos_token_id: int | None = None, template: ChatTemplate | None = None,
         no_chat: str = "this model has no chat format", defaults: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.llm, self.config, self.template, self.no_chat = llm, config, template, no_chat
-        self.tokenizer, self.defaults = llm.tokenizer, defaults or {}
+        self.config, self.template, self.no_chat = config, template, no_chat
+        self.tokenizer, self.eos_token_id, self.defaults = tokenizer, eos_token_id, defaults or {}
         self.engine = AsyncEngine(
-            llm.engine, max_waiting=config.max_waiting,
+            host, max_waiting=config.max_waiting,
             on_step=lambda outputs: self.metrics.step(len(outputs)),
         )  # fmt: skip
         self.metrics = Metrics(self.engine, self.name)
-        self.token_text = TokenText(llm.tokenizer)
+        self.token_text = TokenText(tokenizer)
         self.started = int(time.time())
         self.fingerprint = f"cedar-{__version__}"
         self.is_draining = False
@@ -74,7 +77,7 @@ class Service:
     @property
     def max_model_len(self) -> int:
         """Tokens a request may hold, prompt and output together."""
-        return self.llm.engine.config.max_model_len
+        return self.engine.info.config.max_model_len
 
     @property
     def is_ready(self) -> bool:
@@ -142,7 +145,7 @@ class Service:
         for number, ids in enumerate(prompts):
             for index in range(params.n):
                 name = f"{call.id}-{number * params.n + index}"
-                request = Request(name, tuple(ids), params, self.llm.eos_token_id, index)
+                request = Request(name, tuple(ids), params, self.eos_token_id, index)
                 request.cache_salt = (cache_salt or "").encode("utf-8")
                 call.requests.append(request)
         try:
@@ -159,11 +162,11 @@ class Service:
         return CompletionText(self.tokenizer, stop, skip_special_tokens)
 
     def _too_big(self, error: DoesNotFitError, request: Request) -> ApiError:
-        engine = self.llm.engine
-        size, block_bytes = engine.config.block_size, engine.runner.state.pool.block_bytes
-        limit = min(engine.config.max_model_len, engine.pool.num_blocks * size)
-        required = -(-_total(request) // size) * block_bytes
-        available = min(engine.config.blocks_per_sequence, engine.pool.num_blocks) * block_bytes
+        info = self.engine.info
+        size, num_blocks = info.config.block_size, info.limits.num_blocks
+        limit = min(info.config.max_model_len, num_blocks * size)
+        required = -(-_total(request) // size) * info.block_bytes
+        available = min(info.config.blocks_per_sequence, num_blocks) * info.block_bytes
         return ApiError(
             f"{error}; its KV cache needs {required} bytes, one request may use {available}",
             status=400, param="max_tokens" if len(request.prompt_ids) < limit else "prompt",
@@ -228,9 +231,9 @@ class Call:
         `decoder_prefill` is what ran for this call; with `prompt_logprobs` every row needs the
         decoder, so it is `full` then, whatever the server's mode.
         """
-        request, engine = self.requests[0], self._service.llm.engine
+        request = self.requests[0]
         document: dict[str, Any] = {
-            "decoder_prefill": engine.runner.decoder_prefill,
+            "decoder_prefill": self._service.engine.info.decoder_prefill,
             "prefix_cache": {
                 "matched_tokens": request.matched_tokens,
                 "cached_tokens": request.cached_tokens,

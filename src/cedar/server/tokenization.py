@@ -40,7 +40,7 @@ async def detokenize(request: Request) -> Response:
     service.check_model(body.model)
     if service.tokenizer is None:
         raise RequestError("this model has no tokenizer", param="tokens")
-    size = service.llm.model.config.vocab_size
+    size = service.engine.info.limits.vocab_size
     for token in body.tokens:
         if not 0 <= token < size:
             raise RequestError(

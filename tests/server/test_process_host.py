@@ -1,0 +1,145 @@
+"""The engine in a process of its own: same answers, seen from outside, and neither outlives the other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from operator import attrgetter, truediv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_api import ENGINE, on_a_thread
+
+from cedar.bench.serving import hold_until_queued
+from cedar.engine.async_engine import AsyncEngine
+from cedar.engine.host import EngineHost
+from cedar.engine.output import StepOutput
+from cedar.engine.sampling_params import SamplingParams
+from cedar.errors import CheckpointError, EngineDeadError, UsageError
+from cedar.server.engine_wire import EngineSpec
+from cedar.server.process_host import ProcessHost
+
+PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+
+
+def spec(directory: Path, **engine: Any) -> EngineSpec:
+    return EngineSpec(str(directory), {**ENGINE, **engine}, dtype="float32")
+
+
+@asynccontextmanager
+async def started(host: EngineHost) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(host, max_waiting=4)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await asyncio.to_thread(engine.stop)
+
+
+async def answers(engine: AsyncEngine) -> list[Any]:
+    """What three clients see of their tokens and of how their prompts were read."""
+
+    async def one(number: int) -> Any:
+        prompt = [30 + number] * 20
+        found = [out async for out in engine.generate(f"r{number}", prompt, PARAMS)]
+        request = found[-1].request
+        tokens = [(out.token_id, out.logprobs, out.finish_reason) for out in found]
+        return tokens, request.prompt_logprobs, request.miss_reason, request.first_token is None
+
+    return [await asyncio.gather(*(one(number) for number in range(3))), await one(0)]
+
+
+def test_clients_see_the_same_as_with_the_engine_in_their_own_process(tiny_directory: Path) -> None:
+    async def run(start: Callable[[EngineSpec], EngineHost]) -> list[Any]:
+        async with started(start(spec(tiny_directory))) as engine:
+            return await answers(engine)
+
+    assert asyncio.run(run(ProcessHost)) == asyncio.run(run(on_a_thread))
+
+
+def test_counts_and_details_follow_the_other_process(tiny_directory: Path) -> None:
+    async def run() -> None:
+        host = ProcessHost(spec(tiny_directory))
+        async with started(host) as engine:
+            stands = asyncio.create_task(engine.call(partial(hold_until_queued, 4)))
+            clients = [engine.generate(f"w{i}", [40, 41, i + 1], PARAMS) for i in range(3)]
+            firsts = [asyncio.create_task(anext(client)) for client in clients]
+            await asyncio.sleep(0.05)
+            assert engine.snapshot().waiting == 3  # sent, and not yet seen over there
+            goes_on = asyncio.create_task(engine.call(attrgetter("queued")))
+            assert list(await stands) == [host.pid] != [os.getpid()]
+            assert await goes_on == 0
+            await asyncio.gather(*firsts)
+            assert engine.snapshot().waiting == 0
+            for client in clients:
+                await client.aclose()
+            await engine.call(attrgetter("queued"))
+            counts = engine.snapshot()
+            assert (counts.running, counts.free_blocks) == (0, counts.total_blocks)
+            assert engine.details().encode_tokens == 9 and not engine.details().requests
+            with pytest.raises(TypeError, match="EngineLoop"):
+                await engine.call(partial(truediv, 1))
+
+    asyncio.run(run())
+
+
+def test_a_killed_engine_process_ends_every_stream_and_is_reported(tiny_directory: Path) -> None:
+    async def run() -> None:
+        host = ProcessHost(spec(tiny_directory, max_model_len=4000))
+        async with started(host) as engine:
+            long = SamplingParams(max_tokens=3900, temperature=0, ignore_eos=True)
+            seen: list[StepOutput] = []
+
+            async def read() -> None:
+                async for output in engine.generate("r", [40], long):
+                    seen.append(output)
+                    if len(seen) == 3:
+                        os.kill(host.pid, signal.SIGKILL)
+
+            with pytest.raises(EngineDeadError, match="ended with status -9"):
+                await read()
+            assert not engine.is_running
+            assert "status -9" in str(engine.failure)
+            with pytest.raises(EngineDeadError, match="restart the server"):
+                await anext(engine.generate("s", [40], long))
+
+    asyncio.run(run())
+
+
+def test_what_the_engine_process_refuses_at_its_start_is_raised_here(
+    tiny_directory: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        ProcessHost(spec(tmp_path / "none"))
+    with pytest.raises(UsageError, match="max_model_len=99999 exceeds"):
+        ProcessHost(spec(tiny_directory, max_model_len=99999))
+
+
+def test_an_engine_process_ends_with_a_server_that_is_killed(tiny_directory: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from cedar.server.engine_wire import EngineSpec\n"
+        "from cedar.server.process_host import ProcessHost\n"
+        "host = ProcessHost(EngineSpec(sys.argv[1], {'max_model_len': 64}))\n"
+        "print(host.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", program, str(tiny_directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
+        assert server.stdout is not None and server.stderr is not None
+        assert int(server.stdout.readline()) != server.pid
+        server.kill()
+        # The engine process holds the other end of this pipe until it has ended.
+        server.stderr.read()
+
+
+def test_the_servers_own_process_never_imports_torch() -> None:
+    program = "import sys, cedar.server.launch; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
