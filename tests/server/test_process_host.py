@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from server_api import ENGINE, on_a_thread
 
 from cedar.bench.serving import hold_until_queued
@@ -23,7 +24,7 @@ from cedar.engine.host import EngineHost
 from cedar.engine.output import StepOutput
 from cedar.engine.sampling_params import SamplingParams
 from cedar.errors import CheckpointError, EngineDeadError, UsageError
-from cedar.server.engine_wire import EngineSpec
+from cedar.server.engine_wire import EngineSpec, Unpacker, pack
 from cedar.server.process_host import ProcessHost
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=2, prompt_logprobs=1)
@@ -111,6 +112,30 @@ def test_a_killed_engine_process_ends_every_stream_and_is_reported(tiny_director
                 await anext(engine.generate("s", [40], long))
 
     asyncio.run(run())
+
+
+def test_a_command_larger_than_a_pipe_arrives_whole_from_the_loop_of_the_server(
+    tiny_directory: Path,
+) -> None:
+    async def run() -> None:
+        async with started(ProcessHost(spec(tiny_directory))) as engine:
+            await engine.call(attrgetter("queued"))
+            with pytest.raises(TypeError):
+                await engine.call(partial(truediv, "x" * 1_000_000))
+            assert await engine.call(attrgetter("queued")) == 0
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
+def test_messages_are_whole_however_their_bytes_are_cut() -> None:
+    sent = [{"a": b"x" * 1000}, [1, 2], "z"]
+    stream = b"".join(pack(message) for message in sent)
+    for size in (1, 7, 500, len(stream)):
+        unpacker, got = Unpacker(), []
+        for start in range(0, len(stream), size):
+            got += unpacker.feed(stream[start : start + size])
+        assert got == sent
 
 
 def test_what_the_engine_process_refuses_at_its_start_is_raised_here(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -41,7 +42,7 @@ def create_app(service: Service) -> FastAPI:
         service.engine.start()
         yield
         service.is_draining = True
-        service.engine.stop()
+        await asyncio.to_thread(service.engine.stop)  # the loop still reads its last events
 
     app = FastAPI(
         title="cedar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None

@@ -1,8 +1,8 @@
-"""The process that runs the engine of `cedar serve`: `python -m cedar.server.engine_process FD`.
+"""The process that runs the engine of `cedar serve`: `python -m cedar.server.engine_process IN OUT`.
 
 Started by `process_host.py`. It has the weights, the caches and the prefix store; text, JSON and HTTP
 are in the server's process, so that neither waits for the other's Python. It lives as long as the
-server: when the pipe closes without a `Stop`, the server has died, and it ends at once, as by a kill.
+server: when the pipe of commands closes, the server has died, and it ends at once, as by a kill.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, BinaryIO
 
 from cedar.engine.engine import Engine
 from cedar.engine.engine_loop import EngineLoop
@@ -25,7 +25,7 @@ from cedar.engine.engine_status import EngineDetails
 from cedar.engine.host import Answered, Command, Ended, Event, Stepped
 from cedar.errors import CedarError
 from cedar.server.config import LOG_FORMAT
-from cedar.server.engine_wire import EngineSpec, Message, Ready, Token, to_tokens
+from cedar.server.engine_wire import EngineSpec, Message, Ready, Token, pack, to_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +64,13 @@ class Outbox:
         pipe: to the server.   engine: whose events they are.
     """
 
-    def __init__(self, pipe: Connection, engine: Engine) -> None:
+    def __init__(self, pipe: BinaryIO, engine: Engine) -> None:
         self._pipe, self._engine, self._sending = pipe, engine, threading.Lock()
         self._told = engine.details()
 
     def ready(self) -> None:
         """Say that the engine is there."""
-        self._pipe.send(Ready(self._engine.info, self._engine.counts(), self._told))
+        self._write(pack(Ready(self._engine.info, self._engine.counts(), self._told)))
 
     def report(self, event: Event) -> None:
         """Send an event; with the details where the engine has come to rest, or somebody asked."""
@@ -98,23 +98,28 @@ class Outbox:
 
     def _send(self, event: Any, details: EngineDetails | None) -> None:
         with self._sending:
-            self._pipe.send(Message(event, self._engine.counts(), details))
+            self._write(pack(Message(event, self._engine.counts(), details)))
             self._told = details or self._told
 
+    def _write(self, message: bytes) -> None:
+        self._pipe.write(message)
+        self._pipe.flush()
 
-def run(pipe: Connection) -> int:
+
+def run(commands: Connection, events: BinaryIO) -> int:
     """Build the engine that the first message asks for and run it; the process's exit status."""
-    spec, level = pipe.recv()
+    spec, level = commands.recv()
     logging.basicConfig(level=level, format=LOG_FORMAT)
-    inbox = Inbox(pipe)
+    inbox = Inbox(commands)
     threading.Thread(target=inbox.read, name="cedar-inbox", daemon=True).start()
     assert isinstance(spec, EngineSpec)
     try:
         llm = spec.build()
     except CedarError as error:
-        pipe.send(error)
+        events.write(pack(error))
+        events.flush()
         return error.exit_code
-    outbox = Outbox(pipe, llm.engine)
+    outbox = Outbox(events, llm.engine)
     outbox.ready()
     threading.Thread(target=outbox.keep_telling, name="cedar-teller", daemon=True).start()
     EngineLoop(llm.engine, inbox.commands, inbox.stop_wanted).run(outbox.report)
@@ -126,4 +131,8 @@ if __name__ == "__main__":
     # Ctrl-C and a service manager's SIGTERM reach every process; the server decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(run(Connection(int(sys.argv[1]))))
+    with (
+        Connection(int(sys.argv[1]), writable=False) as to_obey,
+        open(int(sys.argv[2]), "wb") as out,
+    ):
+        sys.exit(run(to_obey, out))

@@ -1,4 +1,4 @@
-"""What goes over the pipe between the server and its engine process. No torch.
+"""What goes over the pipes between the server and its engine process. No torch.
 
 Events carry live requests; here is the part of them that the other side needs. A token is a short
 tuple, since one passes per token and stream.
@@ -6,6 +6,8 @@ tuple, since one passes per token and stream.
 
 from __future__ import annotations
 
+import pickle
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +19,8 @@ from cedar.engine.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from cedar.llm import LLM
+
+_LENGTH = struct.Struct("<Q")
 
 #: Fields of a request that the engine sets and the server reads.
 _NEWS = (
@@ -76,6 +80,32 @@ class Message(NamedTuple):
     event: list[Token] | Refused | Answered | Ended
     counts: EngineCounts
     details: EngineDetails | None
+
+
+def pack(message: object) -> bytes:
+    """A message as bytes, its length first."""
+    content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(content)) + content
+
+
+class Unpacker:
+    """Messages from the pieces in which their bytes arrive."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, piece: bytes) -> list[Any]:
+        """Take a piece; the messages that are complete now."""
+        self._bytes += piece
+        messages, at = [], 0
+        while len(self._bytes) >= at + _LENGTH.size:
+            end = at + _LENGTH.size + _LENGTH.unpack_from(self._bytes, at)[0]
+            if len(self._bytes) < end:
+                break
+            messages.append(pickle.loads(self._bytes[at + _LENGTH.size : end]))
+            at = end
+        del self._bytes[:at]
+        return messages
 
 
 def to_tokens(outputs: Sequence[StepOutput]) -> list[Token]:

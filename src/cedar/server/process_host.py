@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +19,10 @@ from cedar.engine.engine_status import EngineCounts, EngineDetails
 from cedar.engine.host import Abort, Command, Ended, Event, Refused, Stepped, Submit
 from cedar.engine.request import Request
 from cedar.errors import CedarError, EngineDeadError
-from cedar.server.engine_wire import EngineSpec, Message, Ready, to_outputs
+from cedar.server.engine_wire import EngineSpec, Message, Ready, Unpacker, to_outputs
+
+#: Bytes that are taken from the pipe at once; it holds 64 KiB.
+_READ_BYTES = 1 << 16
 
 
 class ProcessHost:
@@ -35,31 +39,45 @@ class ProcessHost:
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        ours, theirs = multiprocessing.Pipe()
-        command = [sys.executable, "-m", "cedar.server.engine_process", str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        theirs, self._commands = multiprocessing.Pipe(duplex=False)
+        # Events are read by an asyncio loop, which makes its end non-blocking: a pipe of their own.
+        self._events, writable = os.pipe()
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "cedar.server.engine_process",
+                f"{theirs.fileno()}",
+                f"{writable}",
+            ],
+            pass_fds=[theirs.fileno(), writable],
+        )
         theirs.close()
-        self._pipe, self._sending = ours, threading.Lock()
+        os.close(writable)
         self.pid = self._process.pid
-        ours.send((spec, logging.getLogger().getEffectiveLevel()))
-        ready = self._first()
-        self.info, self._counts, self._details = ready.info, ready.counts, ready.details
+        self._sending, self._unpacker = threading.Lock(), Unpacker()
         self._requests: dict[str, Request] = {}
         self._receive: Callable[[Event], None] | None = None
         self._has_ended = False
+        self._send((spec, logging.getLogger().getEffectiveLevel()))
+        ready = self._first()
+        self.info, self._counts, self._details = ready.info, ready.counts, ready.details
 
     def _first(self) -> Ready:
         """Wait until the model has been loaded."""
+        messages: list[Any] = []
         try:
-            first = self._pipe.recv()
-        except (EOFError, OSError):
-            first = EngineDeadError(
-                f"the engine process ended with status {self._process.wait()} while it loaded the "
-                "model; its own messages are above"
-            )
+            while not messages and (piece := os.read(self._events, _READ_BYTES)):
+                messages = self._unpacker.feed(piece)
         except BaseException:  # Ctrl-C: nothing of it may stay behind
             self._process.kill()
             raise
+        if not messages:
+            raise EngineDeadError(
+                f"the engine process ended with status {self._process.wait()} while it loaded the "
+                "model; its own messages are above"
+            )
+        first = messages[0]
         if isinstance(first, CedarError):
             self._process.wait()
             raise first
@@ -75,7 +93,7 @@ class ProcessHost:
         """Receive events on the running loop from now on."""
         self._receive = receive
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._pipe.fileno(), self._read, loop)
+        loop.add_reader(self._events, self._read, loop)
 
     def put(self, command: Command) -> None:
         """Send a command; nothing happens if the process has ended, which is an event of its own."""
@@ -88,7 +106,7 @@ class ProcessHost:
     def _send(self, message: Any) -> None:
         try:
             with self._sending:
-                self._pipe.send(message)
+                self._commands.send(message)
         except OSError:
             logging.getLogger(__name__).debug("the engine process has ended")
 
@@ -106,35 +124,35 @@ class ProcessHost:
         return self._details
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take one message; the loop calls again while there are more."""
-        assert self._receive is not None
-        try:
-            message: Message = self._pipe.recv()
-        except (EOFError, OSError):
-            loop.remove_reader(self._pipe.fileno())
+        """Take what has come."""
+        piece = os.read(self._events, _READ_BYTES)
+        for message in self._unpacker.feed(piece):
+            self._take(message)
+        if not piece:
+            loop.remove_reader(self._events)
+            os.close(self._events)
             if not self._has_ended:
                 status = self._process.wait()
                 self._end(Ended(RuntimeError(f"its process ended with status {status}")))
-            return
+
+    def _take(self, message: Message) -> None:
+        assert self._receive is not None
         self._counts = message.counts
         if message.details is not None:
             self._details = message.details
         event = message.event
-        if isinstance(event, Ended):
+        if isinstance(event, list):
+            outputs = to_outputs(event, self._requests)
+            for output in outputs:
+                if output.finish_reason is not None:
+                    del self._requests[output.request.request_id]
+            self._receive(Stepped(outputs))
+        elif isinstance(event, Ended):
             self._end(event)
-            return
-        if isinstance(event, Refused):
-            self._requests.pop(event.request_id, None)
+        else:
+            if isinstance(event, Refused):
+                self._requests.pop(event.request_id, None)
             self._receive(event)
-            return
-        if not isinstance(event, list):
-            self._receive(event)
-            return
-        outputs = to_outputs(event, self._requests)
-        for output in outputs:
-            if output.finish_reason is not None:
-                del self._requests[output.request.request_id]
-        self._receive(Stepped(outputs))
 
     def _end(self, event: Ended) -> None:
         assert self._receive is not None
