@@ -141,8 +141,13 @@ def test_a_length_beyond_the_models_positions_is_refused_naming_both(
 def test_the_default_length_is_at_most_the_models_positions(short_model: LoadedModel) -> None:
     llm = LLM(short_model)
     assert llm.engine.config.max_model_len == 48
-    with pytest.raises(DoesNotFitError, match=r"prompt 41 \+ 8 > max_model_len 48"):
+    with pytest.raises(DoesNotFitError, match=r"prompt 41 \+ 8 > max_model_len 48") as refused:
         llm.generate([[5] * 41], GREEDY)
+    assert str(refused.value).endswith(
+        "48, which is the model's max_position_embeddings; lower max_tokens to 7"
+    )
+    with pytest.raises(DoesNotFitError, match=r"embeddings; shorten the prompt$"):
+        llm.generate([[5] * 48], GREEDY)
 
 
 @pytest.mark.parametrize(

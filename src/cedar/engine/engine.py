@@ -66,7 +66,10 @@ class Engine:
         reuse = None
         if config.caches_prefixes:
             reuse = PrefixReuse(model.plan, config, self.pool, prefix_root, self._tier)
-        self.scheduler = Scheduler(config, self.pool, model.config.vocab_size, reuse)
+        self.scheduler = Scheduler(
+            config, self.pool, reuse, vocab_size=model.config.vocab_size,
+            positions=model.config.max_position_embeddings,
+        )  # fmt: skip
         self._requests: dict[str, Request] = {}
         self._is_closed = False
 

@@ -23,15 +23,16 @@ class Scheduler:
     """Queues of one engine.
 
     Args:
-        config: limits.   pool: block accounting.   vocab_size: bound of token ids.
-        reuse: prefix cache policy; None = off.
+        config: limits.   pool: block accounting.   reuse: prefix cache policy; None = off.
+        vocab_size: bound of token ids.   positions: the model's, bound of `max_model_len`.
     """
 
     def __init__(
-        self, config: EngineConfig, pool: BlockPool, vocab_size: int, reuse: PrefixReuse | None
-    ) -> None:
-        self._config, self._pool, self._vocab_size = config, pool, vocab_size
-        self._reuse = reuse
+        self, config: EngineConfig, pool: BlockPool, reuse: PrefixReuse | None, *,
+        vocab_size: int, positions: int,
+    ) -> None:  # fmt: skip
+        self._config, self._pool, self._reuse = config, pool, reuse
+        self._vocab_size, self._positions = vocab_size, positions
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
@@ -66,10 +67,13 @@ class Scheduler:
         total, limit = len(prompt) + params.max_tokens, self._config.max_model_len
         if total > limit:
             room = limit - len(prompt)
-            advice = f"lower max_tokens to {room} or " if room > 0 else "shorten the prompt or "
+            advice = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
+            of_model = ", which is the model's max_position_embeddings"
+            is_final = limit == self._positions
             raise DoesNotFitError(
                 f"max_tokens={params.max_tokens} does not fit: prompt {len(prompt)} + "
-                f"{params.max_tokens} > max_model_len {limit}; {advice}raise --max-model-len"
+                f"{params.max_tokens} > max_model_len {limit}{of_model if is_final else ''}; "
+                f"{advice}{'' if is_final else ' or raise --max-model-len'}"
             )
         need, have = self._blocks(total), self._pool.num_blocks
         if need > have:
