@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cedar import LLM, SamplingParams
+from cedar.cache.kv_pool import fits_memory
 from cedar.config.engine_config import EngineConfig
 from cedar.config.presets import preset
 from cedar.engine.engine import Engine
@@ -171,6 +172,14 @@ def test_memory_that_cannot_be_had_is_said_in_bytes_with_what_to_lower(
         Engine(model, EngineConfig(**fields))  # type: ignore[arg-type]
     for option in ("max_model_len", "max_num_seqs", "num_blocks"):
         assert option in str(refused.value)
+
+
+@pytest.mark.parametrize("bug", [RuntimeError("shapes do not match"), TypeError("no size")])
+def test_another_failure_while_memory_is_taken_is_not_called_a_lack_of_memory(
+    bug: Exception,
+) -> None:
+    with pytest.raises(type(bug), match=str(bug)), fits_memory("a pool", 1000):
+        raise bug
 
 
 @pytest.mark.parametrize("stored", [False, True])
