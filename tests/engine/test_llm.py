@@ -70,6 +70,18 @@ def test_a_stream_that_is_left_gives_its_blocks_back_and_disturbs_no_other(
     assert llm.engine.pool.num_free == llm.engine.pool.num_blocks
 
 
+def test_a_stream_says_after_each_step_how_much_of_the_prompt_it_has_read(
+    model: LoadedModel,
+) -> None:
+    llm = LLM(model, max_model_len=64, max_num_batched_tokens=8)
+    read: list[int] = []
+    for delta in llm.stream(B, GREEDY, read.append):
+        assert read == [8, 16, 20], delta
+    read.clear()
+    list(llm.stream(A, replace(GREEDY, max_tokens=1), read.append))
+    assert read == [3]
+
+
 def test_a_stream_of_several_completions_gives_every_token_of_each(llm: LLM) -> None:
     params = SamplingParams(n=3, max_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
     expected = [out.token_ids for out in llm.generate([A], params)[0].outputs]

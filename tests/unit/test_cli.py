@@ -15,8 +15,9 @@ import pytest
 from cedar.cli.main import main
 from cedar.cli.options import read_text
 from cedar.engine.sampling_params import SamplingParams
-from cedar.errors import UsageError
-from cedar.llm import LLM
+from cedar.errors import RequestError, UsageError
+from cedar.llm import LLM, encode_prompt
+from cedar.loading import find_tokenizer
 from cedar.server.config import ServerConfig
 from cedar.server.launch import build_service
 
@@ -29,9 +30,14 @@ class Done(NamedTuple):
     stderr: str
 
 
-def cedar(*arguments: str) -> Done:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def cedar(*arguments: str, stderr: io.StringIO | None = None) -> Done:
     """Run the command line in this process, as `cedar ARGUMENTS` would."""
-    out, err, argv = io.StringIO(), io.StringIO(), sys.argv
+    out, err, argv = io.StringIO(), stderr or io.StringIO(), sys.argv
     sys.argv = ["cedar", *arguments]
     try:
         with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as stop:
@@ -167,6 +173,34 @@ def test_every_report_says_which_figures_are_measured_derived_or_quoted() -> Non
     assert "labels       all derived from the config" in cedar("inspect", "preset:tiny").stdout
     done = cedar("plan", "preset:article", "--machine", "none")
     assert "labels: all derived" in done.stdout
+
+
+def test_generate_shows_a_terminal_how_much_of_a_long_prompt_is_read() -> None:
+    long = ["generate", "preset:tiny", "--prompt-ids", ",".join(["5"] * 3000), "--max-tokens", "1"]
+    shown = cedar(*long, stderr=Terminal()).stderr
+    assert "\rread 2,048 of 3,000 prompt tokens\rread 3,000 of 3,000 prompt tokens\n" in shown
+    assert "\r" not in cedar(*long).stderr
+    short = ["generate", "preset:tiny", "--prompt-ids", "5,6", "--max-tokens", "1"]
+    assert "\r" not in cedar(*short, stderr=Terminal()).stderr
+
+
+def test_empty_text_is_the_begin_of_sequence_id_alone_and_generate_says_so() -> None:
+    done = cedar("generate", "nano", "--prompt", "", "--max-tokens", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["prompt_tokens"] == 1
+    assert (
+        "reading 1 prompt token, begin-of-sequence alone because the text is empty" in done.stderr
+    )
+    assert "empty" not in cedar("generate", "nano", "--prompt", "a", "--max-tokens", "1").stderr
+
+
+def test_empty_text_without_a_begin_of_sequence_id_is_refused() -> None:
+    tokenizer = find_tokenizer("nano")
+    assert tokenizer is not None
+    assert encode_prompt("", tokenizer) == [tokenizer.bos_id]
+    tokenizer.bos_id = None
+    with pytest.raises(RequestError, match=r"'' has no tokens, and .* no begin-of-sequence id"):
+        encode_prompt("", tokenizer)
 
 
 def test_generate_refuses_more_tokens_than_the_model_has_positions() -> None:
