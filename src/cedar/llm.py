@@ -120,14 +120,20 @@ class LLM:
                 f"model={model!r} is not a model; pass a directory, a name such as 'nano' or "
                 f"'preset:tiny', or what cedar.load returned"
             )
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            raise UsageError(
+                f"tokenizer={tokenizer!r} is not a Tokenizer; pass Tokenizer.from_directory(DIR) of "
+                f"cedar.text.tokenizer, or leave it out to use the model directory's"
+            )
         unknown = sorted(engine.keys() - EngineConfig.__dataclass_fields__.keys())
         if unknown:
             allowed = ", ".join(EngineConfig.__dataclass_fields__)
             raise UsageError(f"LLM got unknown option(s) {', '.join(unknown)}; allowed: {allowed}")
         if isinstance(size := engine.get("prefix_store_size"), str):
             engine["prefix_store_size"] = parse_bytes(size, "prefix_store_size")
-        if engine.get("prefix_store_dir") is not None:
-            engine["prefix_store_dir"] = str(Path(engine["prefix_store_dir"]).expanduser())
+        place = engine.get("prefix_store_dir")
+        if isinstance(place, (str, PathLike)) and str(place):
+            engine["prefix_store_dir"] = str(Path(place).expanduser())
         config = EngineConfig(**engine)
         if config.prefix_store_dir is not None:
             check_usable(Path(config.prefix_store_dir))
@@ -326,7 +332,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
 
     Raises:
         UsageError: text was given but there is no tokenizer.
-        RequestError: it is neither text nor a list of token ids, or empty text with no such id.
+        RequestError: it is neither text nor a list of token ids, is empty text with no such id, or
+            holds half of a surrogate pair.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -334,6 +341,14 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
                 f"the prompt is text, {prompt[:40]!r}, but this model has no tokenizer; pass token "
                 "ids (--prompt-ids 1,2,3 on the command line)"
             )
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt has half of a surrogate pair, {prompt[error.start]!r}, at character "
+                f"{error.start}, which no UTF-8 text has; pass valid Unicode",
+                param="prompt",
+            ) from None
         encoded = tokenizer.encode(prompt, add_special_tokens=True)
         if not encoded:
             raise RequestError(

@@ -6,6 +6,7 @@ by the memory-mapped files; nothing makes a wide copy of the whole model.
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from cedar.config.engine_config import EngineConfig
 from cedar.config.engram_hash import engram_hash
 from cedar.config.model_config import ModelConfig
 from cedar.config.modes import IndexKeyRule
-from cedar.config.presets import preset
+from cedar.config.presets import preset, preset_names
 from cedar.config.weight_schema import weight_schema
 from cedar.engine.forward import EngramRows
 from cedar.engine.loaded_model import LoadedModel
@@ -32,22 +33,25 @@ from cedar.text.tokenizer import TOKENIZER_FILE, Tokenizer
 PRESET_PREFIX = "preset:"
 #: Models that ship with the package, as directories under `assets`.
 SHIPPED = ("nano",)
+_MODELS = (
+    f"pass a model directory in Hugging Face layout, {', '.join(SHIPPED)} (shipped with cedar) or "
+    f"preset:NAME (random weights) with NAME one of {', '.join(preset_names())}"
+)
 
 
 def resolve_model(name: str | Path) -> Path:
     """The directory of a model: the one given, or that of a shipped model.
 
     Raises:
-        CheckpointError: it does not exist.
+        UsageError: it is no path.   CheckpointError: it does not exist.
     """
+    if not isinstance(name, (str, PathLike)) or not str(name):
+        raise UsageError(f"model {name!r} is not a name or a path; {_MODELS}")
     directory = Path(name)
     if str(name) in SHIPPED and not directory.is_dir():
         directory = Path(__file__).parent / "assets" / str(name)
     if not directory.is_dir():
-        raise CheckpointError(
-            f"model {str(name)!r} is not a directory; pass a model directory in Hugging Face layout, "
-            f"{', '.join(SHIPPED)} (shipped with cedar) or preset:NAME (random weights)"
-        )
+        raise CheckpointError(f"model {str(name)!r} is not a directory; {_MODELS}")
     return directory
 
 
@@ -151,8 +155,11 @@ def from_config(
     """A model with random weights, the same for the same config and seed.
 
     Raises:
-        UsageError: the config has Engram layers, whose token map needs a tokenizer.
+        UsageError: the config has Engram layers, whose token map needs a tokenizer; or the seed is
+            no 64-bit integer.
     """
+    if type(seed) is not int or not -(2**63) <= seed < 2**63:
+        raise UsageError(f"seed={seed!r}; allowed are integers -(2**63)..2**63-1")
     if config.engram_layer_ids:
         raise UsageError(
             "random weights are not possible for a model with Engram layers: the n-gram rows depend "
