@@ -109,6 +109,13 @@ def test_generate_json_accounts_for_every_phase() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (["generate", "", "--prompt", "hi"], 2, "model '' is not a name or a path"),
+        (["inspect", ""], 2, "no model '': neither a path nor a name"),
+        (["compare", "preset:tiny", "--input-tokens", "9", "--html", ""], 2, "Is a directory; give"),
+        (["compare", "preset:tiny", "--input-tokens", "9", "--html", "/"], 2, "name of the file"),
+        (["bench", "serving", "--model", "preset:tiny"], 2, "has no tokenizer, which a server needs"),
+        (["bench", "scaling", "--contexts", "0,5"], 2, "--contexts '0,5' and --long 0 must be"),
+        (["generate", "nano", "--prompt", "a\udcff"], 2, "half of a surrogate pair"),
         (["generate", "preset:tiny"], 2, "got 0 prompts; give exactly one of --prompt"),
         (["generate", "preset:tiny", "--prompt", "hi"], 2, "has no tokenizer"),
         (["generate", "preset:tiny", "--prompt-ids", "1,x"], 2, "must be integers separated"),

@@ -31,9 +31,12 @@ if TYPE_CHECKING:
 )
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="New tokens at most.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 = greedy.")
-@click.option("--top-p", type=float, default=1.0, show_default=True)
-@click.option("--top-k", type=int, default=0, show_default=True, help="0 = off.")
-@click.option("--min-p", type=float, default=0.0, show_default=True)
+@click.option("--top-p", type=float, default=1.0, show_default=True,
+              help="Draw from the most likely tokens of this total probability.")  # fmt: skip
+@click.option("--top-k", type=int, default=0, show_default=True,
+              help="Draw from this many of the most likely tokens; 0 = off.")  # fmt: skip
+@click.option("--min-p", type=float, default=0.0, show_default=True,
+              help="Leave out tokens below this share of the likeliest one's probability.")  # fmt: skip
 @click.option("--stop", multiple=True, help="String that ends the text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
 @click.option(
