@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -180,6 +181,19 @@ def test_every_report_says_which_figures_are_measured_derived_or_quoted() -> Non
     assert "labels       all derived from the config" in cedar("inspect", "preset:tiny").stdout
     done = cedar("plan", "preset:article", "--machine", "none")
     assert "labels: all derived" in done.stdout
+
+
+def test_output_that_the_encoding_cannot_carry_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "\u65e5"
+    done = subprocess.run(
+        [sys.executable, "-m", "cedar", "page", "--model", "preset:tiny", "--out", str(folder)],
+        capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        r"cedar: error: output in latin-1 cannot carry '\u65e5'; set PYTHONIOENCODING=utf-8"
+    )
+    assert "Traceback" not in done.stderr
 
 
 def test_generate_shows_a_terminal_how_much_of_a_long_prompt_is_read() -> None:

@@ -87,8 +87,7 @@ def generate(
     progress = partial(_show_read, len(ids)) if is_slow and sys.stderr.isatty() else None
     for delta in llm.stream(ids, params, progress):
         if not as_json:
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
+            click.echo(delta.text, nl=False)
         text += delta.text
         out_ids += delta.token_ids
         reason = delta.finish_reason
