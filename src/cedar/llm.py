@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -121,14 +121,20 @@ class LLM:
                 f"model={model!r} is not a model; pass a directory, a name such as 'nano' or "
                 f"'preset:tiny', or what cedar.load returned"
             )
+        if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+            raise UsageError(
+                f"tokenizer={tokenizer!r} is not a Tokenizer; pass Tokenizer.from_directory(DIR) of "
+                f"cedar.text.tokenizer, or leave it out to use the model directory's"
+            )
         unknown = sorted(engine.keys() - EngineConfig.__dataclass_fields__.keys())
         if unknown:
             allowed = ", ".join(EngineConfig.__dataclass_fields__)
             raise UsageError(f"LLM got unknown option(s) {', '.join(unknown)}; allowed: {allowed}")
         if isinstance(size := engine.get("prefix_store_size"), str):
             engine["prefix_store_size"] = parse_bytes(size, "prefix_store_size")
-        if engine.get("prefix_store_dir") is not None:
-            engine["prefix_store_dir"] = str(Path(engine["prefix_store_dir"]).expanduser())
+        place = engine.get("prefix_store_dir")
+        if isinstance(place, (str, PathLike)) and str(place):
+            engine["prefix_store_dir"] = str(Path(place).expanduser())
         config = EngineConfig(**engine)
         if config.prefix_store_dir is not None:
             check_usable(Path(config.prefix_store_dir))
@@ -188,7 +194,7 @@ class LLM:
         return end_token(self.tokenizer, self.model.config)
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Ids of a prompt; text gets the begin-of-sequence id in front.
+        """Ids of a prompt; text gets the begin-of-sequence id in front, and empty text is that alone.
 
         Raises:
             UsageError, RequestError: as `encode_prompt`.
@@ -229,19 +235,31 @@ class LLM:
             result.finished = True
         return results
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams) -> Iterator[TextDelta]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        progress: Callable[[int], None] | None = None,
+    ) -> Iterator[TextDelta]:
         """Generate for one prompt, giving text as it becomes final.
 
         Several streams, and `generate`, may take turns on one thread: whichever is read moves all of
         them on. A stream that is closed or dropped before its end gives its blocks back.
+
+        Args:
+            progress: called after each step that reads the prompt, with its tokens read so far.
         """
         deltas: deque[TextDelta] = deque()
         names: set[str] = set()
         try:
-            self._add(prompt, sampling_params, deltas, names)
+            result = self._add(prompt, sampling_params, deltas, names)
+            is_read = progress is None
             while deltas or not names.isdisjoint(self._open):
                 if not deltas:
                     self._step()
+                    if progress is not None and not is_read:
+                        is_read = bool(result.outputs[0].token_ids)
+                        progress(self._tokens_read(result))
                 while deltas:
                     yield deltas.popleft()
         finally:
@@ -274,6 +292,13 @@ class LLM:
         """Run one step; whatever it gave goes to whoever asked for it."""
         for output in self.engine.step():
             self._take(output)
+
+    def _tokens_read(self, result: RequestOutput) -> int:
+        """Prompt tokens that the first completion has read; all of them once it has drawn one."""
+        request = self.engine.find(f"{result.request_id}-0")
+        if request is None or result.outputs[0].token_ids:
+            return len(result.prompt_token_ids)
+        return request.read
 
     def _abort(self, names: set[str]) -> None:
         for name in names:
@@ -313,11 +338,12 @@ class LLM:
 
 
 def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
-    """Ids of a prompt; text gets the begin-of-sequence id in front.
+    """Ids of a prompt; text gets the begin-of-sequence id in front, and empty text is that alone.
 
     Raises:
         UsageError: text was given but there is no tokenizer.
-        RequestError: it is neither text nor a list of token ids.
+        RequestError: it is neither text nor a list of token ids, is empty text with no such id, or
+            holds half of a surrogate pair.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -325,7 +351,22 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
                 f"the prompt is text, {prompt[:40]!r}, but this model has no tokenizer; pass token "
                 "ids (--prompt-ids 1,2,3 on the command line)"
             )
-        return tokenizer.encode(prompt, add_special_tokens=True)
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the prompt has half of a surrogate pair, {prompt[error.start]!r}, at character "
+                f"{error.start}, which no UTF-8 text has; pass valid Unicode",
+                param="prompt",
+            ) from None
+        encoded = tokenizer.encode(prompt, add_special_tokens=True)
+        if not encoded:
+            raise RequestError(
+                f"the prompt {prompt!r} has no tokens, and this model's tokenizer has no "
+                f"begin-of-sequence id to start from; pass some text",
+                param="prompt",
+            )
+        return encoded
     if not _is_many(prompt):
         raise RequestError(f"the prompt is {prompt!r}; {_PROMPTS}", param="prompt")
     ids = []

@@ -116,8 +116,11 @@ def from_config(
     """A model with random weights, the same for the same config and seed.
 
     Raises:
-        UsageError: the config has Engram layers, whose token map needs a tokenizer.
+        UsageError: the config has Engram layers, whose token map needs a tokenizer; or the seed is
+            no 64-bit integer.
     """
+    if type(seed) is not int or not -(2**63) <= seed < 2**63:
+        raise UsageError(f"seed={seed!r}; allowed are integers -(2**63)..2**63-1")
     if config.engram_layer_ids:
         raise UsageError(
             "random weights are not possible for a model with Engram layers: the n-gram rows depend "

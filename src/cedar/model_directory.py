@@ -5,31 +5,37 @@ Called by `loading`, `LLM`, the CLI and the server, whose own process never load
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 
 from cedar.config.model_config import ModelConfig
-from cedar.errors import CheckpointError
+from cedar.config.presets import preset_names
+from cedar.errors import CheckpointError, UsageError
 from cedar.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
 PRESET_PREFIX = "preset:"
 #: Models that ship with the package, as directories under `assets`.
 SHIPPED = ("nano",)
 
+_MODELS = (
+    f"pass a model directory in Hugging Face layout, {', '.join(SHIPPED)} (shipped with cedar) or "
+    f"preset:NAME (random weights) with NAME one of {', '.join(preset_names())}"
+)
+
 
 def resolve_model(name: str | Path) -> Path:
     """The directory of a model: the one given, or that of a shipped model.
 
     Raises:
-        CheckpointError: it does not exist.
+        UsageError: it is no path.   CheckpointError: it does not exist.
     """
+    if not isinstance(name, (str, PathLike)) or not str(name):
+        raise UsageError(f"model {name!r} is not a name or a path; {_MODELS}")
     directory = Path(name)
     if str(name) in SHIPPED and not directory.is_dir():
         directory = Path(__file__).parent / "assets" / str(name)
     if not directory.is_dir():
-        raise CheckpointError(
-            f"model {str(name)!r} is not a directory; pass a model directory in Hugging Face layout, "
-            f"{', '.join(SHIPPED)} (shipped with cedar) or preset:NAME (random weights)"
-        )
+        raise CheckpointError(f"model {str(name)!r} is not a directory; {_MODELS}")
     return directory
 
 

@@ -92,7 +92,7 @@ def _formula(draw: random.Random, depth: int) -> str:
         f"{one} + {two}", f"{one} - {two}", f"({one}) * ({two})", f"({one}) / ({two})",
         f"({one}) // ({two})", f"({one}) % ({two})", f"-({one})", f"min({one}, {two}, {three})",
         f"max({one}, {two})", f"floor({one})", f"ceil_div({one}, {two})",
-        f"seen({one}, 1 + floor(max(0, {two})) % 9, {three})", f"pow2ceil(max(1, {one}))",
+        f"seen({one}, 1 + floor(max(0, {two})) % 9, {three})", f"pow2ceil({one})",
     ])  # fmt: skip
 
 

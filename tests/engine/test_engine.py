@@ -80,7 +80,10 @@ def test_arrival_order_does_not_change_any_output(model: LoadedModel) -> None:
     assert forward == backward[::-1]
 
 
-def test_a_preempted_request_resumes_to_the_same_tokens(model: LoadedModel) -> None:
+@pytest.mark.parametrize("penalties", [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.5}])
+def test_a_preempted_request_resumes_to_the_same_tokens(
+    model: LoadedModel, penalties: dict[str, float]
+) -> None:
     requests = prompts(6, seed=2, longest=30)
     llm = LLM(model, max_model_len=64, block_size=8, max_num_seqs=6, num_blocks=12)
     seen = []
@@ -92,7 +95,7 @@ def test_a_preempted_request_resumes_to_the_same_tokens(model: LoadedModel) -> N
         return batch
 
     llm.engine.scheduler.schedule = schedule  # type: ignore[method-assign]
-    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True, **penalties)  # type: ignore[arg-type]
     crowded = ids_of(llm, requests, params)
     assert seen, "the pool was meant to be too small for all requests at once"
     roomy = LLM(model, max_model_len=64, block_size=8, max_num_seqs=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ import pytest
 import torch
 
 from cedar import LLM, SamplingParams
+from cedar.cache.kv_pool import fits_memory
 from cedar.config.engine_config import EngineConfig
 from cedar.config.presets import preset
 from cedar.engine.engine import Engine
 from cedar.engine.loaded_model import LoadedModel
-from cedar.errors import DoesNotFitError, UsageError
+from cedar.errors import DoesNotFitError, RequestError, UsageError
 from cedar.kernels.backends import select_operators
-from cedar.loading import from_config, load
+from cedar.llm import encode_prompt
+from cedar.loading import find_tokenizer, from_config, load
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 A, B, C = [5, 6, 7], [9] * 20, [11, 3]
@@ -67,6 +70,51 @@ def test_a_stream_that_is_left_gives_its_blocks_back_and_disturbs_no_other(
     assert got == expected
     assert not llm.engine.has_work
     assert llm.engine.pool.num_free == llm.engine.pool.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_blocks": "4"}, "num_blocks='4' must be an integer of at least 1, or None"),
+        ({"num_blocks": 1.5}, "num_blocks=1.5 must be an integer"),
+        ({"num_blocks": 0}, "num_blocks=0 must be an integer"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' must be True or False"),
+        ({"prefix_store_windows": 1}, "prefix_store_windows=1 must be True or False"),
+        ({"prefix_store_dir": 3}, "prefix_store_dir=3 must be the path of a directory"),
+        ({"prefix_store_dir": ""}, "prefix_store_dir='' must be the path of a directory"),
+        ({"tokenizer": "nano"}, "tokenizer='nano' is not a Tokenizer; pass Tokenizer.from_"),
+        ({"seed": "x"}, "seed='x'; allowed are integers"),
+        ({"seed": 2**63}, "seed=9223372036854775808; allowed are integers"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_by_name(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        LLM("preset:tiny", **fields)
+
+
+@pytest.mark.parametrize("name", [None, 3, ""])
+def test_what_is_no_name_of_a_model_is_refused_with_the_names_there_are(name: Any) -> None:
+    with pytest.raises(UsageError, match=r"model .* is not a name or a path; pass .* tiny-40"):
+        load(name)
+
+
+def test_half_a_surrogate_pair_in_a_prompt_is_refused_where_it_is() -> None:
+    with pytest.raises(RequestError, match=r"'\\udcff', at character 2"):
+        encode_prompt("ab\udcff", find_tokenizer("nano"))
+
+
+def test_a_stream_says_after_each_step_how_much_of_the_prompt_it_has_read(
+    model: LoadedModel,
+) -> None:
+    llm = LLM(model, max_model_len=64, max_num_batched_tokens=8)
+    read: list[int] = []
+    for delta in llm.stream(B, GREEDY, read.append):
+        assert read == [8, 16, 20], delta
+    read.clear()
+    list(llm.stream(A, replace(GREEDY, max_tokens=1), read.append))
+    assert read == [3]
 
 
 def test_a_stream_of_several_completions_gives_every_token_of_each(llm: LLM) -> None:
@@ -141,8 +189,13 @@ def test_a_length_beyond_the_models_positions_is_refused_naming_both(
 def test_the_default_length_is_at_most_the_models_positions(short_model: LoadedModel) -> None:
     llm = LLM(short_model)
     assert llm.engine.config.max_model_len == 48
-    with pytest.raises(DoesNotFitError, match=r"prompt 41 \+ 8 > max_model_len 48"):
+    with pytest.raises(DoesNotFitError, match=r"prompt 41 \+ 8 > max_model_len 48") as refused:
         llm.generate([[5] * 41], GREEDY)
+    assert str(refused.value).endswith(
+        "48, which is the model's max_position_embeddings; lower max_tokens to 7"
+    )
+    with pytest.raises(DoesNotFitError, match=r"embeddings; shorten the prompt$"):
+        llm.generate([[5] * 48], GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +219,14 @@ def test_memory_that_cannot_be_had_is_said_in_bytes_with_what_to_lower(
         Engine(model, EngineConfig(**fields))  # type: ignore[arg-type]
     for option in ("max_model_len", "max_num_seqs", "num_blocks"):
         assert option in str(refused.value)
+
+
+@pytest.mark.parametrize("bug", [RuntimeError("shapes do not match"), TypeError("no size")])
+def test_another_failure_while_memory_is_taken_is_not_called_a_lack_of_memory(
+    bug: Exception,
+) -> None:
+    with pytest.raises(type(bug), match=str(bug)), fits_memory("a pool", 1000):
+        raise bug
 
 
 @pytest.mark.parametrize("stored", [False, True])

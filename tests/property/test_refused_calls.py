@@ -62,7 +62,6 @@ def test_options_are_checked_before_anything_runs(model: LoadedModel) -> None:
         ({"decoder_prefill": "most"}, "decoder_prefill='most' is not a choice; allowed: full"),
         ({"replay_windows": 2}, "replay_windows=2 has no effect with decoder_prefill='full'"),
         ({"chunk_rows": 0}, "chunk_rows=0 must be at least 1"),
-        ({"images": object()}, "images are not supported by this version"),
     ]
     for options, message in refusals:
         with pytest.raises(UsageError, match=message):

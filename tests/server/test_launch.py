@@ -93,6 +93,9 @@ def test_a_missing_model_and_bad_options_are_named(tmp_path: Path) -> None:
     runner = CliRunner()
     missing = runner.invoke(serve_command, [str(tmp_path / "none"), "--port", "0"])
     assert isinstance(missing.exception, CheckpointError)
+    template = ["preset:tiny", "--port", "0", "--chat-template", "mine.jinja"]
+    chat = runner.invoke(serve_command, template)
+    assert isinstance(chat.exception, UsageError) and "mine.jinja has no eff" in str(chat.exception)
     port = runner.invoke(serve_command, ["preset:tiny", "--port", "70000"])
     assert isinstance(port.exception, UsageError) and "70000" in str(port.exception)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -16,8 +17,9 @@ from cedar.cli.main import main
 from cedar.cli.options import read_text
 from cedar.engine.sampling_params import SamplingParams
 from cedar.engine.thread_host import ThreadHost
-from cedar.errors import UsageError
-from cedar.llm import LLM
+from cedar.errors import RequestError, UsageError
+from cedar.llm import LLM, encode_prompt
+from cedar.model_directory import find_tokenizer
 from cedar.server.config import ServerConfig
 from cedar.server.engine_wire import EngineSpec
 from cedar.server.launch import build_service
@@ -31,9 +33,14 @@ class Done(NamedTuple):
     stderr: str
 
 
-def cedar(*arguments: str) -> Done:
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def cedar(*arguments: str, stderr: io.StringIO | None = None) -> Done:
     """Run the command line in this process, as `cedar ARGUMENTS` would."""
-    out, err, argv = io.StringIO(), io.StringIO(), sys.argv
+    out, err, argv = io.StringIO(), stderr or io.StringIO(), sys.argv
     sys.argv = ["cedar", *arguments]
     try:
         with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as stop:
@@ -105,6 +112,13 @@ def test_generate_json_accounts_for_every_phase() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
+        (["generate", "", "--prompt", "hi"], 2, "model '' is not a name or a path"),
+        (["inspect", ""], 2, "no model '': neither a path nor a name"),
+        (["compare", "preset:tiny", "--input-tokens", "9", "--html", ""], 2, "Is a directory; give"),
+        (["compare", "preset:tiny", "--input-tokens", "9", "--html", "/"], 2, "name of the file"),
+        (["bench", "serving", "--model", "preset:tiny"], 2, "has no tokenizer, which a server needs"),
+        (["bench", "scaling", "--contexts", "0,5"], 2, "--contexts '0,5' and --long 0 must be"),
+        (["generate", "nano", "--prompt", "a\udcff"], 2, "half of a surrogate pair"),
         (["generate", "preset:tiny"], 2, "got 0 prompts; give exactly one of --prompt"),
         (["generate", "preset:tiny", "--prompt", "hi"], 2, "has no tokenizer"),
         (["generate", "preset:tiny", "--prompt-ids", "1,x"], 2, "must be integers separated"),
@@ -171,6 +185,47 @@ def test_every_report_says_which_figures_are_measured_derived_or_quoted() -> Non
     assert "labels       all derived from the config" in cedar("inspect", "preset:tiny").stdout
     done = cedar("plan", "preset:article", "--machine", "none")
     assert "labels: all derived" in done.stdout
+
+
+def test_output_that_the_encoding_cannot_carry_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / "\u65e5"
+    done = subprocess.run(
+        [sys.executable, "-m", "cedar", "page", "--model", "preset:tiny", "--out", str(folder)],
+        capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        r"cedar: error: output in latin-1 cannot carry '\u65e5'; set PYTHONIOENCODING=utf-8"
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_generate_shows_a_terminal_how_much_of_a_long_prompt_is_read() -> None:
+    long = ["generate", "preset:tiny", "--prompt-ids", ",".join(["5"] * 3000), "--max-tokens", "1"]
+    shown = cedar(*long, stderr=Terminal()).stderr
+    assert "\rread 2,048 of 3,000 prompt tokens\rread 3,000 of 3,000 prompt tokens\n" in shown
+    assert "\r" not in cedar(*long).stderr
+    short = ["generate", "preset:tiny", "--prompt-ids", "5,6", "--max-tokens", "1"]
+    assert "\r" not in cedar(*short, stderr=Terminal()).stderr
+
+
+def test_empty_text_is_the_begin_of_sequence_id_alone_and_generate_says_so() -> None:
+    done = cedar("generate", "nano", "--prompt", "", "--max-tokens", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["prompt_tokens"] == 1
+    assert (
+        "reading 1 prompt token, begin-of-sequence alone because the text is empty" in done.stderr
+    )
+    assert "empty" not in cedar("generate", "nano", "--prompt", "a", "--max-tokens", "1").stderr
+
+
+def test_empty_text_without_a_begin_of_sequence_id_is_refused() -> None:
+    tokenizer = find_tokenizer("nano")
+    assert tokenizer is not None
+    assert encode_prompt("", tokenizer) == [tokenizer.bos_id]
+    tokenizer.bos_id = None
+    with pytest.raises(RequestError, match=r"'' has no tokens, and .* no begin-of-sequence id"):
+        encode_prompt("", tokenizer)
 
 
 def test_generate_refuses_more_tokens_than_the_model_has_positions() -> None:

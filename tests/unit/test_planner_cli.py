@@ -134,18 +134,36 @@ def test_a_budget_one_megabyte_below_the_plan_is_refused_and_at_the_plan_fits() 
         ("--bandwidth", "fast", "not a number"),
         ("--flops", "10W", "unknown unit"),
         ("--replay-overhead-ms", "-1", "between 0"),
-        ("--flow", "both", "is not one of"),
-        ("--decoder-prefill", "half", "is not one of"),
     ],
 )
 def test_a_bad_value_names_the_option_and_what_is_allowed(
     option: str, value: str, message: str
 ) -> None:
-    with pytest.raises(click.BadParameter) as refused:
+    with pytest.raises(UsageError) as refused:
         run("nano", "--machine", "none", option, value)
-    assert message in refused.value.format_message()
-    assert option in refused.value.format_message()
+    assert message in str(refused.value)
+    assert str(refused.value).startswith(f"{option} {value!r}")
     assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(("option", "value"), [("--flow", "both"), ("--decoder-prefill", "half")])
+def test_a_word_that_is_no_choice_is_refused_with_the_choices(option: str, value: str) -> None:
+    with pytest.raises(click.BadParameter, match="is not one of") as refused:
+        run("nano", "--machine", "none", option, value)
+    assert option in refused.value.format_message()
+
+
+def test_a_default_that_no_longer_fits_is_not_called_a_choice() -> None:
+    with pytest.raises(
+        RequestError, match=r"5,000,000,000 input \+ 1,000 output tokens = .* exceed"
+    ):
+        run("nano", "--machine", "none", "--input-tokens", "5e9")
+
+
+@pytest.mark.parametrize("name", ["1000xh200", "0xh200"])
+def test_a_count_of_machines_out_of_range_is_refused_with_the_range(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}.* a count of 1 to 999 before an accelerator"):
+        run("nano", "--machine", name)
 
 
 @pytest.mark.parametrize(

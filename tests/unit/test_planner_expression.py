@@ -40,6 +40,7 @@ def test_powers_of_two_and_ceilings_round_up_only_when_needed() -> None:
     assert pow2ceil(3 * gib + 1) == 4 * gib
     assert pow2ceil(4 * gib) == 4 * gib
     assert pow2ceil(1) == 1
+    assert [pow2ceil(value) for value in (0, -1, -5, 0.5)] == [1, 1, 1, 1]
     assert ceil_div(31_000, 128) == 243
     assert ceil_div(128, 128) == 1
 

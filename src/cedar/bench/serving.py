@@ -31,7 +31,6 @@ from cedar.bench.measure import Ratio, alternate, check_rounds, ratio_of
 from cedar.engine.engine_loop import EngineLoop
 from cedar.engine.host import EngineHost
 from cedar.engine.sampling_params import SamplingParams
-from cedar.errors import UsageError
 from cedar.llm import LLM
 from cedar.server.config import ServerConfig
 from cedar.server.engine_wire import EngineSpec
@@ -105,8 +104,7 @@ def run_serving(
     config = ServerConfig(served_model_names=("bench",), host=_HOST, port=0)
     service = build_service(EngineSpec(model, limits), config, start_host=start_host)
     tokenizer = service.tokenizer
-    if tokenizer is None:
-        raise UsageError(f"{model} has no tokenizer; pass a model directory that has one, or nano")
+    assert tokenizer is not None
     prompts = _prompts(tokenizer, streams, prompt_tokens)
     params = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True)
     bodies = [

@@ -21,6 +21,11 @@ from cedar.units import format_bytes
 
 DEFAULT_BLOCK_SIZE = 128
 
+#: What a 64-bit size can say; torch refuses more in several other ways.
+_MOST_BYTES = 2**63 - 1
+#: torch has no class of its own for memory it did not get, only this name in a RuntimeError.
+_ALLOCATOR = "DefaultCPUAllocator"
+
 
 @contextmanager
 def fits_memory(what: str, nbytes: int) -> Iterator[None]:
@@ -29,13 +34,18 @@ def fits_memory(what: str, nbytes: int) -> Iterator[None]:
     Raises:
         DoesNotFitError: torch could not allocate, or cannot even count the bytes.
     """
+    refusal = DoesNotFitError(
+        f"{what} would take {nbytes} bytes ({format_bytes(nbytes)}), which cannot be allocated "
+        f"here; lower max_model_len, max_num_seqs or num_blocks"
+    )
+    if nbytes > _MOST_BYTES:
+        raise refusal
     try:
         yield
-    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
-        raise DoesNotFitError(
-            f"{what} would take {nbytes} bytes ({format_bytes(nbytes)}), which cannot be allocated "
-            f"here; lower max_model_len, max_num_seqs or num_blocks"
-        ) from error
+    except RuntimeError as error:
+        if _ALLOCATOR not in str(error):
+            raise
+        raise refusal from error
 
 
 class KVPool:

@@ -130,7 +130,10 @@ def scaling(preset_name: str, contexts: str, long_length: int, as_json: bool) ->
     except ValueError:
         raise UsageError(f"--contexts {contexts!r} must be integers separated by commas") from None
     if not lengths or lengths[0] < 1 or long_length < 0:
-        raise UsageError("--contexts and --long must be positive token counts")
+        raise UsageError(
+            f"--contexts {contexts!r} and --long {long_length} must be token counts: at least 1, and 0 "
+            f"for no --long"
+        )
     from cedar.bench.record import environment
     from cedar.bench.scaling import decode_scaling, long_prefill, prefill_scratch
     from cedar.config.presets import preset
@@ -175,7 +178,13 @@ def serving(
     """The server on loopback against the offline engine, and the latencies its clients see."""
     from cedar.bench.record import environment
     from cedar.bench.serving import run_serving
+    from cedar.model_directory import find_tokenizer
 
+    if find_tokenizer(model) is None:
+        raise UsageError(
+            f"--model {model} has no tokenizer, which a server needs; name a model directory that has "
+            f"one, or nano"
+        )
     result = run_serving(
         model, streams=streams, prompt_tokens=prompt_tokens, output_tokens=output_tokens,
         rounds=rounds,

@@ -40,15 +40,20 @@ def ls(directory: Path, as_json: bool) -> None:
     if as_json:
         _print_json({"directory": str(directory), "records": records})
         return
-    for record in records:
+    if records:
         click.echo(
-            f"{record['key'][:16]}  {record['kind']:6}  root {record['root'][:8]}  "
-            f"tokens {record['start']}..{record['start'] + record['tokens']}  "
-            f"depth {record['depth']}  {record['payload_bytes']} B"
-            + (f"  set aside: {record['problem']}" if record["problem"] else "")
+            f"{'key':<16}  {'kind':<6}  {'root':<8}  {'tokens':<17}  {'depth':>5}  {'payload':>10}  "
+            f"{'on disk':>10}  set aside"
+        )
+    for record in records:
+        span = f"{record['start']}..{record['start'] + record['tokens']}"
+        click.echo(
+            f"{record['key'][:16]}  {record['kind']:<6}  {record['root'][:8]}  {span:<17}  "
+            f"{record['depth']:>5}  {format_bytes(record['payload_bytes']):>10}  "
+            f"{format_bytes(record['disk_bytes']):>10}  {record['problem'] or '-'}"
         )
     total = sum(record["disk_bytes"] for record in records)
-    click.echo(f"{len(records)} records, {format_bytes(total)}", err=True)
+    click.echo(f"{len(records)} records, {format_bytes(total)} on disk", err=True)
 
 
 @cache.command()
@@ -117,8 +122,8 @@ def gc(directory: Path, size: str | None, as_json: bool) -> None:
         _print_json(report)
         return
     click.echo(
-        f"removed {removed} records ({len(bad.damaged)} damaged), {left.records} are left; "
-        f"{format_bytes(before)} -> {format_bytes(report['bytes_after'])}",
+        f"removed {removed} records ({len(bad.damaged)} damaged), {left.records} are left; all files "
+        f"{format_bytes(before)} before, {format_bytes(report['bytes_after'])} now",
         err=True,
     )
 
@@ -133,11 +138,14 @@ def stats(directory: Path, as_json: bool) -> None:
     if as_json:
         _print_json(dataclasses.asdict(result))
         return
-    click.echo(f"records    {result.records} ({result.records_set_aside} set aside)")
-    click.echo(f"on disk    {format_bytes(result.bytes_on_disk)}")
-    click.echo(f"slots      {result.slots_used} of {format_bytes(result.slot_bytes)}")
+    click.echo(f"records      {result.records:,}, of which {result.records_set_aside:,} set aside")
+    click.echo(f"all files    {format_bytes(result.bytes_on_disk)} on disk")
+    click.echo(f"slots used   {result.slots_used:,} of {format_bytes(result.slot_bytes)} each")
+    if result.counts:
+        click.echo("counted since the store was made:")
     for name, count in sorted(result.counts.items()):
-        click.echo(f"{name:28} {count}")
+        shown = format_bytes(count) if name.endswith("_bytes") else f"{count:,}"
+        click.echo(f"  {name:<26} {shown:>10}")
 
 
 def _described(info: RecordInfo, slot_bytes: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,12 @@ if TYPE_CHECKING:
 )
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="New tokens at most.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 = greedy.")
-@click.option("--top-p", type=float, default=1.0, show_default=True)
-@click.option("--top-k", type=int, default=0, show_default=True, help="0 = off.")
-@click.option("--min-p", type=float, default=0.0, show_default=True)
+@click.option("--top-p", type=float, default=1.0, show_default=True,
+              help="Draw from the most likely tokens of this total probability.")  # fmt: skip
+@click.option("--top-k", type=int, default=0, show_default=True,
+              help="Draw from this many of the most likely tokens; 0 = off.")  # fmt: skip
+@click.option("--min-p", type=float, default=0.0, show_default=True,
+              help="Leave out tokens below this share of the likeliest one's probability.")  # fmt: skip
 @click.option("--stop", multiple=True, help="String that ends the text; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end-of-sequence token.")
 @click.option(
@@ -73,13 +77,18 @@ def generate(
         decoder_prefill=decoder_prefill, replay_windows=replay_windows,
         block_size=loaded.plan.ratio_lcm * -(-128 // loaded.plan.ratio_lcm),
     )  # fmt: skip
-    _say(f"reading {len(ids)} prompt tokens, decoder_prefill={llm.engine.runner.decoder_prefill}")
+    only_bos = ", begin-of-sequence alone because the text is empty" if given == "" else ""
+    _say(
+        f"reading {len(ids)} prompt token{'s' if len(ids) > 1 else ''}{only_bos}, "
+        f"decoder_prefill={llm.engine.runner.decoder_prefill}"
+    )
     text, reason = "", None
     out_ids: list[int] = []
-    for delta in llm.stream(ids, params):
+    is_slow = len(ids) > llm.engine.config.max_num_batched_tokens
+    progress = partial(_show_read, len(ids)) if is_slow and sys.stderr.isatty() else None
+    for delta in llm.stream(ids, params, progress):
         if not as_json:
-            sys.stdout.write(delta.text)
-            sys.stdout.flush()
+            click.echo(delta.text, nl=False)
         text += delta.text
         out_ids += delta.token_ids
         reason = delta.finish_reason
@@ -156,6 +165,11 @@ def _account_text(record: dict[str, Any]) -> str:
     )
     lines.append("  labels  all measured in this run")
     return "\n".join(lines)
+
+
+def _show_read(total: int, read: int) -> None:
+    """One line of a terminal that is written over until the prompt has been read."""
+    click.echo(f"\rread {read:,} of {total:,} prompt tokens", nl=read == total, err=True)
 
 
 def _say(line: str) -> None:

@@ -65,6 +65,14 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except UnicodeEncodeError as error:
+        click.echo(
+            f"cedar: error: output in {error.encoding} cannot carry {error.object[error.start]!a}; set "
+            f"PYTHONIOENCODING=utf-8",
+            err=True,
+        )
+        _drop_output()
+        sys.exit(CedarError.exit_code)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)

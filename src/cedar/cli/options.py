@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from cedar.config import ModelConfig
-from cedar.errors import CedarError, UsageError
+from cedar.errors import UsageError
 from cedar.planner.request import INPUT_TOKENS, OUTPUT_TOKENS, default_sizes
 from cedar.units import parse_tokens
 
@@ -27,11 +27,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # not generic before c
         """Parse a string; a default that is already a number passes."""
         if not isinstance(value, str):
             return value
-        what = param.opts[-1] if param is not None and param.opts else self.name
-        try:
-            return self._parse(value, what)
-        except CedarError as error:
-            return self.fail(str(error), param, ctx)
+        return self._parse(value, param.opts[0] if param is not None and param.opts else self.name)
 
 
 TOKENS = Parsed("tokens", parse_tokens)
@@ -54,7 +50,8 @@ def request_sizes(
 def model_options(command: F) -> F:
     """MODEL and how to load it."""
     for decorate in (
-        click.option("--seed", type=int, default=0, help="Seed of preset weights and of sampling."),
+        click.option("--seed", type=int, default=0, show_default=True,
+                     help="Seed of preset weights and of sampling."),
         click.option(
             "--index-key-rule", type=click.Choice(["corrected", "as_shipped"]),
             default="corrected", show_default=True,

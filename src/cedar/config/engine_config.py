@@ -48,6 +48,14 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"{name}={value!r} must be an integer of at least 1")
+        for name in ("enable_prefix_caching", "prefix_store_windows"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}={getattr(self, name)!r} must be True or False")
+        directory = self.prefix_store_dir
+        if directory is not None and (not isinstance(directory, str) or not directory):
+            raise UsageError(
+                f"prefix_store_dir={directory!r} must be the path of a directory, or None"
+            )
         size = self.prefix_store_size
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise UsageError(
@@ -57,8 +65,9 @@ class EngineConfig:
             raise UsageError(
                 "prefix_store_windows has no effect without a store; give prefix_store_dir as well"
             )
-        if self.num_blocks is not None and self.num_blocks < 1:
-            raise UsageError(f"num_blocks={self.num_blocks} must be at least 1, or None")
+        blocks = self.num_blocks
+        if blocks is not None and (type(blocks) is not int or blocks < 1):
+            raise UsageError(f"num_blocks={blocks!r} must be an integer of at least 1, or None")
 
     def check_positions(self, positions: int) -> None:
         """Refuse a length beyond the positions of a model, its `max_position_embeddings`.

@@ -50,7 +50,10 @@ class Engine:
         reuse = None
         if config.caches_prefixes:
             reuse = PrefixReuse(model.plan, config, self.pool, prefix_root, self._tier)
-        self.limits = RequestLimits(config, self.pool.num_blocks, model.config.vocab_size)
+        self.limits = RequestLimits(
+            config, self.pool.num_blocks, vocab_size=model.config.vocab_size,
+            positions=model.config.max_position_embeddings,
+        )  # fmt: skip
         self.scheduler = Scheduler(self.limits, self.pool, reuse)
         self._requests: dict[str, Request] = {}
         self._submitted = 0

@@ -19,11 +19,13 @@ class RequestLimits:
 
     Attributes:
         config: lengths.   num_blocks: of the pool.   vocab_size: ids are below it.
+        positions: the model's, bound of `max_model_len`.
     """
 
     config: EngineConfig
     num_blocks: int
     vocab_size: int
+    positions: int
 
     def check(self, request: Request) -> None:
         """Refuse, before any work, what can never run.
@@ -46,10 +48,13 @@ class RequestLimits:
         total, limit = len(prompt) + params.max_tokens, self.config.max_model_len
         if total > limit:
             room = limit - len(prompt)
-            advice = f"lower max_tokens to {room} or " if room > 0 else "shorten the prompt or "
+            advice = f"lower max_tokens to {room}" if room > 0 else "shorten the prompt"
+            of_model = ", which is the model's max_position_embeddings"
+            is_final = limit == self.positions
             raise DoesNotFitError(
                 f"max_tokens={params.max_tokens} does not fit: prompt {len(prompt)} + "
-                f"{params.max_tokens} > max_model_len {limit}; {advice}raise --max-model-len"
+                f"{params.max_tokens} > max_model_len {limit}{of_model if is_final else ''}; "
+                f"{advice}{'' if is_final else ' or raise --max-model-len'}"
             )
         need = -(-total // self.config.block_size)
         if need > self.num_blocks:

@@ -120,7 +120,6 @@ class LoadedModel:
         state: ModelState,
         decoder_prefill: DecoderPrefill = "full",
         replay_windows: int = 1,
-        images: object = None,
         *,
         prefix_ids: TokenIds | None = None,
         encoder_replay: EncoderReplay = "bounded",
@@ -146,8 +145,6 @@ class LoadedModel:
             UsageError: an option cannot be honoured.   RequestError: ids are wrong.
             DoesNotFitError: the state is too small.
         """
-        if images is not None:
-            raise UsageError("images are not supported by this version; pass images=None")
         options = PrefillOptions(
             decoder_prefill=decoder_prefill,
             replay_windows=replay_windows,

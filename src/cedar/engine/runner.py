@@ -19,7 +19,7 @@ from cedar.engine.batch import Batch, PrefillChunk
 from cedar.engine.loaded_model import LoadedModel
 from cedar.engine.phases import check_decoder_prefill, replay_rows, window_layers
 from cedar.engine.request import Request
-from cedar.engine.sampler import Sampled, new_generator, prompt_logprobs, sample
+from cedar.engine.sampler import Sampled, TokenCounts, new_generator, prompt_logprobs, sample
 from cedar.model.causal_lm import Boundary
 from cedar.model.spans import Spans
 
@@ -54,6 +54,7 @@ class Runner:
             block_size=config.block_size,
         )
         self._generators: dict[str, torch.Generator] = {}
+        self._counts: dict[str, TokenCounts] = {}
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> list[tuple[Request, Sampled]]:
@@ -74,6 +75,7 @@ class Runner:
     def forget(self, request: Request) -> None:
         """Drop what is kept for a finished request."""
         self._generators.pop(request.request_id, None)
+        self._counts.pop(request.request_id, None)
 
     def _place(self, request: Request) -> None:
         """Write the block table of a request; set its slot up after admission."""
@@ -169,12 +171,14 @@ class Runner:
         for request, row in zip(requests, logits, strict=True):
             if request.redone < len(request.output_ids):
                 continue
-            generator = self._generators.setdefault(
-                request.request_id, new_generator(request.params, request.index)
-            )
+            name, params = request.request_id, request.params
+            if name not in self._generators:
+                self._generators[name] = new_generator(params, request.index)
+                if params.has_penalties:
+                    self._counts[name] = TokenCounts(request.prompt_ids, row.shape[0])
             drawn = sample(
-                row, request.params, prompt=request.prompt_ids, output=request.output_ids,
-                end_ids=request.end_ids, generator=generator,
+                row, params, output=request.output_ids, counts=self._counts.get(name),
+                end_ids=request.end_ids, generator=self._generators[name],
             )  # fmt: skip
             results.append((request, drawn))
         return results

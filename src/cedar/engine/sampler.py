@@ -28,6 +28,39 @@ class Sampled:
     logprobs: tuple[Logprob, ...] | None
 
 
+class TokenCounts:
+    """The tokens of one request as its penalties see them; a step adds only what it drew.
+
+    Args:
+        prompt: its ids.   vocab_size: length of its logits.
+    """
+
+    def __init__(self, prompt: Sequence[int], vocab_size: int) -> None:
+        unique = dict.fromkeys(prompt)
+        # Distinct ids, in the order they came, and how often each is in the output.
+        self._places = {token: place for place, token in enumerate(unique)}
+        self._ids = torch.zeros(vocab_size, dtype=torch.int64)
+        self._ids[: len(unique)] = torch.tensor(list(unique), dtype=torch.int64)
+        self._in_output = torch.zeros(vocab_size, dtype=torch.int64)
+        self._counted = 0
+
+    def penalise(self, logits: Tensor, params: SamplingParams, output: Sequence[int]) -> Tensor:
+        """A copy of `logits [V]` with the penalties of `params`; `output` only ever grows."""
+        for token in output[self._counted :]:
+            place = self._places.setdefault(token, len(self._places))
+            self._ids[place] = token
+            self._in_output[place] += 1
+        self._counted = len(output)
+        ids, counts = self._ids[: len(self._places)], self._in_output[: len(self._places)]
+        values = logits[ids]
+        if params.repetition_penalty != 1.0:
+            penalty = params.repetition_penalty
+            values = torch.where(values > 0, values / penalty, values * penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            values -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        return logits.scatter(0, ids, values)
+
+
 def new_generator(params: SamplingParams, index: int) -> torch.Generator:
     """Generator of one completion: `seed` and the completion's number decide every draw."""
     generator = torch.Generator()
@@ -39,16 +72,17 @@ def new_generator(params: SamplingParams, index: int) -> torch.Generator:
 
 
 def sample(
-    logits: Tensor, params: SamplingParams, *, prompt: Sequence[int], output: Sequence[int],
+    logits: Tensor, params: SamplingParams, *, output: Sequence[int], counts: TokenCounts | None,
     end_ids: Sequence[int], generator: torch.Generator,
 ) -> Sampled:  # fmt: skip
     """Draw one token.
 
     Args:
-        logits: float32 `[V]`.   prompt, output: ids so far.
+        logits: float32 `[V]`.   output: ids drawn so far.
+        counts: of the request; only needed when `params.has_penalties`.
         end_ids: ids that may not be drawn before `min_tokens` tokens.
     """
-    adjusted = _penalised(logits, params, prompt, output)
+    adjusted = logits.clone() if counts is None else counts.penalise(logits, params, output)
     for token, bias in params.logit_bias.items():
         adjusted[token] += bias
     if len(output) < params.min_tokens and end_ids:
@@ -101,19 +135,4 @@ def filter_logits(logits: Tensor, params: SamplingParams) -> Tensor:
         logits = logits.masked_fill(
             probabilities < params.min_p * probabilities.max(), float("-inf")
         )
-    return logits
-
-
-def _penalised(
-    logits: Tensor, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
-) -> Tensor:
-    logits = logits.clone()
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*prompt, *output}), dtype=torch.int64)
-        values = logits[seen]
-        penalty = params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if output and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = torch.tensor(output).unique(return_counts=True)
-        logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
     return logits

@@ -93,6 +93,13 @@ class SamplingParams:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the logits of the next."""
+        return bool(
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty
+        )
+
 
 def _whole(name: str, value: object, low: int, high: int | None, also: str = "") -> None:
     ok = isinstance(value, int) and not isinstance(value, bool) and value >= low

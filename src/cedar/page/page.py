@@ -60,9 +60,11 @@ def check_writable(path: Path) -> None:
     Raises:
         UsageError: it is a directory, or nothing can be written beside it.
     """
+    if path.is_dir():
+        raise UsageError(
+            f"cannot write {path}: {os.strerror(EISDIR)}; give the name of the file to write"
+        )
     with _writing(path):
-        if path.is_dir():
-            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
         path.parent.mkdir(parents=True, exist_ok=True)
         _partial(path).touch()
         _partial(path).unlink()

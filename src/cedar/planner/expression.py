@@ -6,7 +6,7 @@ add up to the last byte. Because a formula is data, the page can evaluate the sa
 
     min(a, b, ..) max(a, b, ..) floor(a)
     ceil_div(a, b)      smallest whole number >= a / b
-    pow2ceil(a)         smallest power of two >= a
+    pow2ceil(a)         smallest power of two >= a, of 1, 2, 4, ..
     seen(n, r, cap)     sum over t = 1..n of min(t // r, cap): rows of ratio r that n causal
                         queries see, each at most `cap` of them
     touched(e, k, n)    experts of e that n tokens with k choices each touch, expected under
@@ -35,7 +35,7 @@ def ceil_div(numerator: _Exact, denominator: _Exact) -> int:
 
 def pow2ceil(value: _Exact) -> int:
     """Smallest power of two that is at least `value` (1 for values up to 1)."""
-    return 1 << max(0, (ceil_div(value, 1) - 1).bit_length())
+    return 1 << max(0, ceil_div(value, 1) - 1).bit_length()
 
 
 def seen(queries: _Exact, ratio: _Exact, cap: _Exact) -> int:

@@ -134,8 +134,8 @@ def find_machine(name: str) -> Machine:
     count, single = (int(match[1]), match[2]) if match else (1, name)
     if single not in known or count < 1:
         raise UsageError(
-            f"unknown machine {name!r}; allowed: this, {', '.join(known)}, and a count before an "
-            f"accelerator, like 8xh200; or give --memory, --bandwidth and --flops"
+            f"unknown machine {name!r}; allowed: this, {', '.join(known)}, and a count of 1 to "
+            f"999 before an accelerator, like 8xh200; or give --memory, --bandwidth and --flops"
         )
     machine = known[single]
     if count == 1:

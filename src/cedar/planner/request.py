@@ -41,10 +41,15 @@ def default_sizes(
     limit = config.max_position_embeddings
     if output_tokens is None:
         room = limit // 2 if input_tokens is None else limit - input_tokens
-        output_tokens = max(1, min(OUTPUT_TOKENS, room))
+        output_tokens = _default(OUTPUT_TOKENS, room)
     if input_tokens is None:
-        input_tokens = max(1, min(INPUT_TOKENS, limit - output_tokens))
+        input_tokens = _default(INPUT_TOKENS, limit - output_tokens)
     return input_tokens, output_tokens
+
+
+def _default(tokens: int, room: int) -> int:
+    """The default, or what there is room for; where there is none, `Request.check` refuses it."""
+    return min(tokens, room) if room > 0 else tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

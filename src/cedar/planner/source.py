@@ -52,7 +52,7 @@ def resolve_model(argument: str) -> PlannedModel:
         path = Path(__file__).parent.parent / "assets" / "nano"
         if not path.is_dir():  # a source tree whose model has not been built: the same shapes
             return PlannedModel(argument, preset("nano"))
-    if not path.exists():
+    if not argument or not path.exists():
         raise UsageError(
             f"no model {argument!r}: neither a path nor a name; allowed: nano, a model directory, "
             f"a config.json, or preset:NAME with NAME one of {', '.join(preset_names())}"

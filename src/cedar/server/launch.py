@@ -69,6 +69,11 @@ def build_service(
         defaults = sampling_defaults(directory)
     tokenizer = find_tokenizer(spec.model)
     if tokenizer is None:
+        if chat_template is not None:
+            raise UsageError(
+                f"--chat-template {chat_template} has no effect: {spec.model} has no tokenizer; leave "
+                "it out, or serve a model directory with a tokenizer.json"
+            )
         template, no_chat = None, _NO_TEXT
     if spec.engine.get("max_model_len") is None:
         limit = min(model_config.max_position_embeddings, DEFAULT_MODEL_LEN)

@@ -12,7 +12,7 @@ const ceilDiv = (a, b) => exact(-truncate(floorDivide(negate(a), b)));
 
 function pow2ceil(value) {
   const below = ceilDiv(value, ONE).n - 1n;
-  const bits = below === 0n ? 0 : (below < 0n ? -below : below).toString(2).length;
+  const bits = below <= 0n ? 0 : below.toString(2).length;
   return exact(1n << BigInt(bits));
 }
 
