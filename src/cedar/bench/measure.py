@@ -57,7 +57,8 @@ def interleave(a: Work, b: Work, *, rounds: int = 7) -> Ratio:
     """Time A and B turn by turn.
 
     A turn repeats work shorter than 20 ms until it has taken about that, and counts the mean: what a
-    turn of the other side left cold in the caches is then a small part of it.
+    turn of the other side left cold in the caches is then a small part of it. Each result is dropped
+    before the next is made, as a model does.
 
     Args:
         rounds: at least 5, after one discarded warm-up of each.
@@ -97,7 +98,14 @@ def _turn(work: Work) -> Callable[[], float]:
     if seconds < _TURN_SECONDS:  # the first run of all is no measure: it may set things up
         seconds = max(timed(work), 1e-7)
     repeats = max(1, round(_TURN_SECONDS / seconds))
-    return lambda: timed(lambda: [work() for _ in range(repeats)]) / repeats
+
+    def turn() -> None:
+        # Results kept until the end would need memory of their own, and its page faults would be
+        # timed: hundreds of tensors of 2 MB took longer to map than to fill.
+        for _ in range(repeats):
+            work()
+
+    return lambda: timed(turn) / repeats
 
 
 def ratio_of(a_times: list[float], b_times: list[float]) -> Ratio:

@@ -10,7 +10,6 @@
 // columns, two tiles by two.
 #pragma once
 
-#include "amx_tiles.h"
 #include "matmul.h"
 #include "thread_pool.h"
 #include "tile_panels.h"
@@ -21,16 +20,6 @@ namespace CEDAR_ISA {
 namespace tiles {
 
 constexpr int64_t kSlabBlocks = 8;  // blocks of inputs in one unpacked slab
-
-// Registers 0..3 sums, 4..5 weights, 6..7 activations.
-inline TileShapes tile_shapes(int64_t columns) {
-  TileShapes shapes;
-  for (int t = 0; t < 8; ++t) {
-    const bool weights = t == 4 || t == 5;
-    shapes.set(t, 16, weights ? 64 : 4 * static_cast<int>(columns));
-  }
-  return shapes;
-}
 
 // ---- at most 16 columns ------------------------------------------------------------------------
 

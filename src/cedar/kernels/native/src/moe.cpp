@@ -7,13 +7,20 @@
 //
 // A row's bits do not depend on the other rows: the products are batch-invariant and the order of the
 // sum is the order of expert ids. So a long call is cut into batches that bound its memory.
+//
+// With matrix tiles and enough rows, each thread takes batches of its own through all experts instead, and
+// nothing but their sums leaves its caches (moe_tiles.h): the same products, roundings and order of sums.
 #include "moe.h"
 
 #include "cedar_native.h"
 #include "matmul.h"
+#include "moe_swiglu.h"
 #include "quant.h"
 #include "thread_pool.h"
 #include "values.h"
+#if defined(__AMX_BF16__)
+#include "moe_tiles.h"
+#endif
 
 namespace cedar {
 namespace CEDAR_ISA {
@@ -130,6 +137,21 @@ void sort_rows(Plan& plan, int64_t* next) {
   }
 }
 
+// A batch sorted by expert, in the calling thread's scratch memory.
+Plan plan_batch(const MoeCall& call, int64_t row, int64_t rows) {
+  Plan plan = {};
+  plan.call = &call;
+  plan.row = row;
+  plan.rows = rows;
+  Arena sizes = {nullptr, 0};
+  lay_out(plan, sizes);
+  sizes.take<int64_t>(call.experts + 1);
+  Arena memory = {static_cast<char*>(scratch(kPlanSlot, sizes.used)), 0};
+  lay_out(plan, memory);
+  sort_rows(plan, memory.take<int64_t>(call.experts + 1));
+  return plan;
+}
+
 // ---- operands ----------------------------------------------------------------------------------
 
 // Gives every group its operand memory; a single row has one input for all groups of a kind.
@@ -181,19 +203,13 @@ int64_t block_rows(int64_t out, int64_t strips, int64_t most, int threads) {
 }
 
 // One row of hidden channels from float32 sums of both projections.
-void swiglu(const MoeCall& call, const float* gate, const float* up, float weight, int64_t count,
-            void* out, int64_t at) {
-  const F32 limit = F32::set(call.limit), lowest = F32::set(-call.limit);
+void swiglu_row(const MoeCall& call, const float* gate, const float* up, float weight, int64_t count,
+                void* out, int64_t at) {
   for (int64_t i = 0; i < count; i += kLanes) {
     const int n = lanes_left(i, count);
-    F32 g = rounded(load_lanes(gate, kFloat32, i, n), call.dtype);
-    F32 u = rounded(load_lanes(up, kFloat32, i, n), call.dtype);
-    if (call.limit > 0.f) {
-      g = min(g, limit);
-      u = max(min(u, limit), lowest);
-    }
-    const F32 silu = g / (F32::set(1.f) + exp(F32::zero() - g));
-    store_lanes(silu * u * F32::set(weight), out, call.dtype, at + i, n);
+    const F32 g = rounded(load_lanes(gate, kFloat32, i, n), call.dtype);
+    const F32 u = rounded(load_lanes(up, kFloat32, i, n), call.dtype);
+    store_lanes(swiglu(g, u, call.limit, F32::set(weight)), out, call.dtype, at + i, n);
   }
 }
 
@@ -207,8 +223,8 @@ void make_hidden(const Plan& plan, const Strip& strip, int64_t first_row, int64_
   multiply(group.up, first_row, rows, operand, strip.first, strip.count, ups, rows);
   for (int64_t c = 0; c < strip.count; ++c) {
     const int64_t position = group.first + strip.first + c;
-    swiglu(call, gates + c * rows, ups + c * rows, plan.weight_of[position], rows, plan.hidden,
-           position * call.inner + first_row);
+    swiglu_row(call, gates + c * rows, ups + c * rows, plan.weight_of[position], rows, plan.hidden,
+               position * call.inner + first_row);
   }
 }
 
@@ -252,16 +268,7 @@ void for_blocks(int64_t out, int64_t strips, int64_t step, int threads, const Bo
 }
 
 void run_batch(const MoeCall& call, int64_t row, int64_t rows) {
-  Plan plan = {};
-  plan.call = &call;
-  plan.row = row;
-  plan.rows = rows;
-  Arena sizes = {nullptr, 0};
-  lay_out(plan, sizes);
-  sizes.take<int64_t>(call.experts + 1);
-  Arena memory = {static_cast<char*>(scratch(kPlanSlot, sizes.used)), 0};
-  lay_out(plan, memory);
-  sort_rows(plan, memory.take<int64_t>(call.experts + 1));
+  Plan plan = plan_batch(call, row, rows);
   const int64_t panels = (plan.positions + kPanel - 1) / kPanel;
   plan.threads = worthwhile_threads(
       (panels > plan.num_groups ? panels : plan.num_groups) * call.inner * call.width, call.threads);
@@ -280,9 +287,61 @@ void run_batch(const MoeCall& call, int64_t row, int64_t rows) {
              [&](int64_t, int64_t first, int64_t count) { sum_experts(plan, first, count); });
 }
 
+#if defined(__AMX_BF16__)
+
+// ---- batches of a thread -----------------------------------------------------------------------
+
+// Rows of a batch that one thread takes through all experts; 0 when the call does not suit that.
+int64_t chain_rows(const MoeCall& call) {
+  constexpr int64_t kWidest = 1024;         // a block of weights stays in the second-level cache
+  constexpr int64_t kSums = 1 << 17;        // and so do a batch's sums
+  constexpr int64_t kColumns = 2 * kPanel;  // of an expert, so that reading its weights pays
+  const bool plain = call.kind == kBfloat16Weight && call.shared_kind == kBfloat16Weight;
+  const bool whole = call.width % 32 == 0 && call.inner % 32 == 0;
+  if (!plain || !whole || call.dtype != kBfloat16) return 0;
+  if (call.width > kWidest || call.inner > kWidest) return 0;
+  const int64_t least = (kColumns * call.experts + call.chosen - 1) / call.chosen;
+  const int64_t threads = call.threads > 1 ? call.threads : 1;
+  const int64_t even = (call.n + threads - 1) / threads;
+  if (even < least) return 0;
+  const int64_t most = kSums / call.width > least ? kSums / call.width : least;
+  return even < most ? even : most;
+}
+
+void run_chains(const MoeCall& call, int64_t row, int64_t rows) {
+  const Plan plan = plan_batch(call, row, rows);
+  float* sums = scratch_array<float>(kSumSlot, rows * call.width);
+  std::memset(sums, 0, static_cast<size_t>(rows * call.width) * sizeof(float));
+  void* memory = scratch(kInputSlot, tiles::chain_bytes(call.width, call.inner));
+  const uint16_t* x = static_cast<const uint16_t*>(call.x) + row * call.width;
+  for (int64_t g = 0; g < plan.num_groups; ++g) {
+    const Group& group = plan.groups[g];
+    for (int64_t c = 0; c < group.count; c += tiles::kChainColumns) {
+      const int64_t first = group.first + c, left = group.count - c;
+      const int64_t count = left < tiles::kChainColumns ? left : tiles::kChainColumns;
+      const Rows input = {x, kBfloat16, call.width, plan.row_of + first, count, call.width};
+      tiles::run_chain({group.gate, group.up, group.down, input, plan.weight_of + first, call.limit,
+                        sums}, memory);
+    }
+  }
+  uint16_t* out = static_cast<uint16_t*>(call.out) + row * call.width;
+  for (int64_t i = 0; i < rows * call.width; i += kLanes) F32::load(sums + i).store_bf16(out + i);
+}
+
+#endif
+
 }  // namespace
 
 int moe(const MoeCall& call) {
+#if defined(__AMX_BF16__)
+  if (const int64_t step = chain_rows(call)) {
+    parallel_for((call.n + step - 1) / step, call.threads, [&](int64_t batch) {
+      const int64_t row = batch * step;
+      run_chains(call, row, call.n - row < step ? call.n - row : step);
+    });
+    return 0;
+  }
+#endif
   const int64_t per_row = (call.chosen + 1) * (call.width + 2 * call.inner);
   const int64_t most = kBatchValues / per_row > kPanel ? kBatchValues / per_row : kPanel;
   for (int64_t row = 0; row < call.n; row += most) {

@@ -84,13 +84,16 @@ struct F32 {
   }
   CEDAR_INLINE void store(float* p) const { _mm512_storeu_ps(p, v); }
   CEDAR_INLINE void store(float* p, int n) const { _mm512_mask_storeu_ps(p, mask(n), v); }
-  CEDAR_INLINE __m256i to_bf16() const {
+  // Rounded to bfloat16, in the upper half of each lane; the lower half is left over.
+  CEDAR_INLINE __m512i rounded_bits() const {
     const __m512i bits = _mm512_castps_si512(v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+    return _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+  }
+  CEDAR_INLINE __m256i to_bf16() const {
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(), 16));
   }
   CEDAR_INLINE void store_bf16(uint16_t* p) const {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16());

@@ -1,6 +1,8 @@
-// Activations as right operands of matrix tiles, and sums out of tiles. Used by matmul_tiles.h.
+// Activations as right operands of matrix tiles, and sums out of tiles. Used by matmul_tiles.h and
+// moe_tiles.h.
 #pragma once
 
+#include "amx_tiles.h"
 #include "matmul.h"
 #include "matmul_pairs.h"
 #include "weight_blocks.h"
@@ -12,6 +14,16 @@ namespace tiles {
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileValues = kTileRows * kBlock;  // bfloat16 values of a weight tile, 1 KB
 constexpr int64_t kTileSums = kTileRows * kPanel;    // float32 values of an output tile, 1 KB
+
+// Registers 0..3 sums, 4..5 weights, 6..7 activations.
+inline TileShapes tile_shapes(int64_t columns) {
+  TileShapes shapes;
+  for (int t = 0; t < 8; ++t) {
+    const bool weights = t == 4 || t == 5;
+    shapes.set(t, 16, weights ? 64 : 4 * static_cast<int>(columns));
+  }
+  return shapes;
+}
 
 // Columns of a panel: all of them when they fit in one panel, so that decode reads no padding.
 inline int64_t panel_columns(int64_t n) { return n < kPanel ? n : kPanel; }
@@ -52,9 +64,9 @@ CEDAR_INLINE void transpose(__m512i (&a)[16]) {
   }
 }
 
-// One panel of up to 16 rows, zeros in the missing ones.
-inline void prepare_panel(const Rows& rows, bool quantise, int64_t first, uint32_t* out) {
-  const int64_t columns = panel_columns(rows.n);
+// One panel of up to 16 rows, zeros in the missing ones, `columns` of them stored.
+inline void prepare_panel(const Rows& rows, bool quantise, int64_t first, int64_t columns,
+                          uint32_t* out) {
   const int64_t count = rows.n - first < columns ? rows.n - first : columns;
   for (int64_t b = 0; b < blocks_of(rows.width); ++b) {
     __m512i a[16];
@@ -77,7 +89,7 @@ inline void prepare_panel(const Rows& rows, bool quantise, int64_t first, uint32
 inline void prepare(const Rows& rows, bool quantise, int64_t first, int64_t last, uint16_t* data) {
   for (int64_t i = first; i < last; i += kPanel) {
     uint16_t* panel = data + i / kPanel * panel_values(rows.n, rows.width);
-    prepare_panel(rows, quantise, i, reinterpret_cast<uint32_t*>(panel));
+    prepare_panel(rows, quantise, i, panel_columns(rows.n), reinterpret_cast<uint32_t*>(panel));
   }
 }
 

@@ -36,20 +36,40 @@ struct Line {
   static constexpr int64_t kRows = kTileRows / kBlocks;
 };
 
+// Which byte of a cache line goes to both halves of every 32-bit lane, for each of its four FP4 blocks.
+struct Fp4Spread {
+  alignas(64) uint8_t bytes[4][64];
+
+  constexpr Fp4Spread() : bytes() {
+    for (int block = 0; block < 4; ++block) {
+      for (int i = 0; i < 64; ++i) bytes[block][i] = static_cast<uint8_t>(16 * block + i / 4);
+    }
+  }
+};
+
+inline constexpr Fp4Spread kFp4Spread;
+
 // Lines of packed rows [first_row, first_row + rows) from block `first` on, as consecutive tiles. Row
-// after row, because rows lie so far apart that few of their cache lines fit side by side.
+// after row, because rows lie so far apart that few of their cache lines fit side by side. A line is
+// loaded once and spread in registers: its blocks go to tiles whose stores may look, by their lower 12
+// address bits, like stores to the line itself, and each load after them would wait.
 template <int64_t rows>
 CEDAR_INLINE void unpack_fp4(const Weight& weight, int64_t first_row, int64_t first,
                              uint16_t* tiles, Ahead& ahead) {
   const uint8_t* values = row_values(weight, first_row) + first * Line<kFp4Weight>::kBlockBytes;
   const uint8_t* scales = row_scales(weight, first_row) + first;
+  const int64_t value_stride = weight.in / 2, scale_stride = weight.in / kBlock;
+  const __m512i high_nibbles = _mm512_set1_epi32(4 << 16);  // the upper half moves down by a nibble
   for (int64_t r = 0; r < rows; ++r) {
     ahead.next();
+    const __m512i line = _mm512_loadu_si512(values);
     for (int64_t b = 0; b < 4; ++b) {
-      _mm512_store_si512(tiles + b * kTileValues, fp4_block(values + b * 16, scales[b]));
+      const __m512i spread = _mm512_load_si512(kFp4Spread.bytes[b]);
+      const __m512i codes = _mm512_srlv_epi16(_mm512_permutexvar_epi8(spread, line), high_nibbles);
+      _mm512_store_si512(tiles + b * kTileValues, fp4_values(codes, scales[b]));
     }
-    values += weight.in / 2;
-    scales += weight.in / kBlock;
+    values += value_stride;
+    scales += scale_stride;
     tiles += kBlock;
   }
 }

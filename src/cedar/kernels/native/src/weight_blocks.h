@@ -73,12 +73,17 @@ struct Fp4Table {
 
 inline constexpr Fp4Table kFp4Table;
 
+// Values of codes that lie in the lowest four bits of each 16-bit lane.
+CEDAR_INLINE __m512i fp4_values(__m512i codes, uint8_t scale) {
+  return _mm512_permutexvar_epi16(codes, _mm512_load_si512(kFp4Table.bits[scale]));
+}
+
 // 32 values of a packed row as bfloat16.
 CEDAR_INLINE __m512i fp4_block(const uint8_t* packed, uint8_t scale) {
   const __m512i bytes =
       _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(packed)));
   const __m512i codes = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
-  return _mm512_permutexvar_epi16(codes, _mm512_load_si512(kFp4Table.bits[scale]));
+  return fp4_values(codes, scale);
 }
 
 // E4M3: a normal value times a power of two is an addition to the exponent, unless the result leaves
