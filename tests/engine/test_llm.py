@@ -19,7 +19,8 @@ from cedar.engine.loaded_model import LoadedModel
 from cedar.errors import DoesNotFitError, RequestError, UsageError
 from cedar.kernels.backends import select_operators
 from cedar.llm import encode_prompt
-from cedar.loading import find_tokenizer, from_config, load
+from cedar.loading import from_config, load
+from cedar.model_directory import find_tokenizer
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 A, B, C = [5, 6, 7], [9] * 20, [11, 3]
