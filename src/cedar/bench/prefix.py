@@ -105,13 +105,17 @@ def run_prefix(
     def read(salt: bytes) -> Request:
         return _finish(engine, f"r{next(number)}", prompt, params, salt)
 
+    def forget() -> None:
+        engine.pool.forget_all()
+        engine.windows.forget_all()
+
     def cold() -> float:
         seconds = timed(lambda: read(b"cold %d" % next(number)))
         _settle(engine)
         return seconds
 
     def from_disk() -> float:
-        engine.pool.forget_all()
+        forget()
         _forget_pages(directory)
         return timed(lambda: read(b""))
 
@@ -123,7 +127,7 @@ def run_prefix(
         read(b"")
         _settle(engine)
         before = engine.tier.stats().read_bytes
-        engine.pool.forget_all()
+        forget()
         resumed = read(b"")
         read_bytes = engine.tier.stats().read_bytes - before
         again = read(b"")

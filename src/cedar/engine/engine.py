@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from cedar.cache.block_pool import BlockPool
 from cedar.cache.hashing import KEY_BYTES
 from cedar.cache.store import PrefixStore
+from cedar.cache.window_cache import WindowCache
 from cedar.config.engine_config import EngineConfig
 from cedar.engine.account import Account
 from cedar.engine.disk_tier import DiskTier
@@ -62,10 +63,14 @@ class Engine:
         check_choice("encoder_replay", config.encoder_replay, EncoderReplay)
         self.runner = Runner(model, config)  # first: refuses what memory cannot hold
         self.pool = BlockPool(config.pool_blocks)
+        # Two for each request that runs: of its prompt and of its answer.
+        self.windows = WindowCache(2 * config.max_num_seqs)
         self._tier = self._open_tier(prefix_root)
         reuse = None
         if config.caches_prefixes:
-            reuse = PrefixReuse(model.plan, config, self.pool, prefix_root, self._tier)
+            reuse = PrefixReuse(
+                model.plan, config, self.pool, self.windows, prefix_root, self._tier
+            )
         self.scheduler = Scheduler(config, self.pool, model.config.vocab_size, reuse)
         self._requests: dict[str, Request] = {}
         self._is_closed = False

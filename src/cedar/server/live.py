@@ -80,6 +80,7 @@ def view(service: Service) -> dict[str, Any]:
             "cached_blocks": stats.cached, "evicted_blocks": stats.evicted,
             "hit_tokens": stats.adopted * engine.config.block_size,
             "block_bytes": engine.runner.state.pool.block_bytes,
+            "window_bytes": engine.windows.nbytes,
         },
         "store": None if tier is None else asdict(tier.stats()),
     }  # fmt: skip

@@ -157,6 +157,8 @@ class _EngineCollector(Collector):
         yield counter("decode_tokens", "Tokens fed one by one", account.decode.tokens)
         evicted = self._engine.engine.pool.stats().evicted
         yield counter("prefix_cache_evicted_blocks", "Cached blocks overwritten", evicted)
+        kept = self._engine.engine.windows.nbytes
+        yield self._gauge("prefix_cache_window_bytes", "Windows kept beside the blocks", kept)
         tier = self._engine.engine.tier
         if tier is not None:
             yield from self._disk(tier.stats())
