@@ -85,9 +85,12 @@ class PrefixReuse:
         request.matched_tokens = request.cached_tokens = request.replayed_tokens = 0
         request.depth = 0
         request.window_stops = self._window_stops(request)
-        request.keys = block_keys(
-            self._root, request.prompt_ids, config.block_size, request.cache_salt
-        )
+        if request.keys:  # it has waited or was preempted: keys of its answer are not looked up
+            del request.keys[len(request.prompt_ids) // config.block_size :]
+        else:
+            request.keys = block_keys(
+                self._root, request.prompt_ids, config.block_size, request.cache_salt
+            )
         exact = config.encoder_replay == "exact"
         max_depth = 0 if exact else None
         found = self._find(request, max_depth)

@@ -57,8 +57,9 @@ class Scheduler:
         prompt, params = request.prompt_ids, request.params
         if not prompt:
             raise RequestError("the prompt has no tokens; pass at least one", param="prompt")
-        for token in (*prompt, *params.logit_bias, *params.stop_token_ids):
-            if not 0 <= token < self._vocab_size:
+        for ids in (prompt, params.logit_bias, params.stop_token_ids):
+            if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+                token = next(i for i in ids if not 0 <= i < self._vocab_size)
                 raise RequestError(
                     f"token id {token} is not in the vocabulary; allowed 0..{self._vocab_size - 1}",
                     param="prompt",
