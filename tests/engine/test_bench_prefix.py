@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from cedar.bench import prefix
 from cedar.bench.prefix import conversation_bytes, run_prefix
 from cedar.config.presets import preset
+from cedar.engine.engine import Engine
 from cedar.kernels.backends import select_operators
 from cedar.loading import from_config
 
@@ -36,3 +45,35 @@ def test_a_conversation_takes_more_bytes_with_windows_and_most_without_sharing(
     assert result.tokens == 900
     assert result.rows < result.with_windows < result.baseline
     assert result.to_dict()["over_baseline"] == result.rows / result.baseline
+
+
+def test_reading_an_answer_takes_the_bytes_that_generating_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(preset("tiny-article"), sliding_window=16)
+    sizes = {"turns": 3, "turn_tokens": 600, "answer_tokens": 150}
+    read, generated = tmp_path / "read", tmp_path / "generated"
+    told = conversation_bytes(config, select_operators("auto"), read, **sizes, progress=quiet)
+    converse = prefix._converse
+
+    def generate(
+        engine: Engine, turns: int, each: int, answer: int, _: object
+    ) -> Iterator[list[int]]:
+        answers: Sequence[list[int]] = []
+        return converse(engine, turns, each, answer, answers)
+
+    monkeypatch.setattr(prefix, "_converse", generate)
+    again = conversation_bytes(config, select_operators("auto"), generated, **sizes, progress=quiet)
+    assert told == again
+
+
+def test_a_benchmark_that_is_told_to_end_leaves_no_files(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cedar", "bench", "prefix", "--preset", "tiny",
+               "--tokens", "4000", "--directory", str(tmp_path)]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "cold prefill" in process.stderr.readline()
+        assert len(list(tmp_path.iterdir())) == 1
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 130
+    assert not list(tmp_path.iterdir())

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +105,17 @@ def run_prefix(
     def read(salt: bytes) -> Request:
         return _finish(engine, f"r{next(number)}", prompt, params, salt)
 
+    def forget() -> None:
+        engine.pool.forget_all()
+        engine.windows.forget_all()
+
     def cold() -> float:
         seconds = timed(lambda: read(b"cold %d" % next(number)))
         _settle(engine)
         return seconds
 
     def from_disk() -> float:
-        engine.pool.forget_all()
+        forget()
         _forget_pages(directory)
         return timed(lambda: read(b""))
 
@@ -119,17 +123,16 @@ def run_prefix(
         return timed(lambda: [read(b"") for _ in range(_MEMORY_REPEATS)]) / _MEMORY_REPEATS
 
     try:
-        progress(f"cold prefill of {tokens:,} tokens, {rounds + 2} times")
+        progress(f"cold prefill of {tokens:,} tokens, {rounds + 1} times")
         read(b"")
         _settle(engine)
         before = engine.tier.stats().read_bytes
-        engine.pool.forget_all()
+        forget()
         resumed = read(b"")
         read_bytes = engine.tier.stats().read_bytes - before
         again = read(b"")
         _check(resumed, again)
         times: dict[str, list[float]] = {"cold": [], "disk": [], "memory": []}
-        cold()
         for turn in range(rounds):
             # The hit in memory follows the resume that brought its rows there; cold changes sides.
             if turn % 2 == 0:
@@ -155,12 +158,16 @@ def conversation_bytes(
 ) -> ConversationBytes:  # fmt: skip
     """Run one conversation on the model and on the same model without sharing; measure the files.
 
-    Every turn appends new tokens, as tool output does, and then an answer.
+    Every turn appends new tokens, as tool output does, and then an answer. The first store's model
+    generates the answers. For the other two the same conversation is read again, each turn to the
+    end of its prompt and then to the end of its answer: as many blocks and window states as if they
+    had been generated, in a third of the time.
 
     Args:
         turn_tokens: new tokens and answer of a turn.   answer_tokens: those of the answer.
     """
-    sizes = {}
+    sizes: dict[str, int] = {}
+    answers: list[list[int]] = []
     for name, flow, windows in (
         ("rows", "ced+csa2", False), ("with_windows", "ced+csa2", True), ("baseline", "none", True)
     ):  # fmt: skip
@@ -171,7 +178,13 @@ def conversation_bytes(
             boundaries=2 * turns,
         )  # fmt: skip
         try:
-            _converse(engine, turns, turn_tokens, answer_tokens, progress)
+            for turn, said in enumerate(
+                _converse(engine, turns, turn_tokens, answer_tokens, answers)
+            ):
+                answers[turn:] = [said]
+                if turn % 5 == 4:
+                    progress(f"turn {turn + 1} of {turns}")
+            _check_kept(engine)
         finally:
             engine.close()
         sizes[name] = directory_bytes(directory / name)
@@ -179,17 +192,28 @@ def conversation_bytes(
 
 
 def _converse(
-    engine: Engine, turns: int, turn_tokens: int, answer_tokens: int, progress: Progress
-) -> None:
-    params = SamplingParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True)
+    engine: Engine, turns: int, turn_tokens: int, answer_tokens: int, answers: Sequence[list[int]]
+) -> Iterator[list[int]]:
+    """Run the turns and give the answer of each; the first ones may be known."""
+    generate = SamplingParams(max_tokens=answer_tokens, temperature=0, ignore_eos=True)
+    read = replace(generate, max_tokens=1)
     said: list[int] = []
     for turn in range(turns):
         new = random_prompt(turn_tokens - answer_tokens, engine.model.config.vocab_size, turn)
-        done = _finish(engine, f"turn {turn}", [*said, *new[0].tolist()], params, b"")
-        said = [*done.prompt_ids, *done.output_ids]
+        said = [*said, *new[0].tolist()]
+        if turn < len(answers):
+            _finish(engine, f"prompt {turn}", said, read, b"")
+            answer = answers[turn]
+            _finish(engine, f"answer {turn}", [*said, *answer], read, b"")
+        else:
+            answer = _finish(engine, f"turn {turn}", said, generate, b"").output_ids
+        said = [*said, *answer]
         _settle(engine)
-        if turn % 5 == 4:
-            progress(f"turn {turn + 1} of {turns}")
+        yield answer
+
+
+def _check_kept(engine: Engine) -> None:
+    """Bytes are those of a conversation only if the store took all of it."""
     assert engine.tier is not None
     stats = engine.tier.stats()
     lost = {reason: n for reason, n in stats.dropped.items() if reason != "stored_already"}

@@ -1,4 +1,4 @@
-"""Whole blocks between the pool and the prefix store: their bytes, and a thread that writes them.
+"""Blocks and windows as bytes, out of a state and back; and a thread that writes them to the store.
 
 The payload of a block is, for every KV owner in ascending layer order,
 
@@ -26,6 +26,7 @@ from cedar.cache.store import PrefixStore
 from cedar.cache.store_format import RecordKind
 from cedar.cache.store_reader import PrefixReader
 from cedar.cache.store_records import Bytes, Record, as_bytes
+from cedar.cache.window_cache import Windows
 from cedar.errors import UsageError
 
 _LOG = logging.getLogger(__name__)
@@ -108,13 +109,26 @@ def window_payload(state: ModelState, slot: int, layers: int) -> bytes | None:
     return state.rings[:layers, slot].numpy().tobytes() if full else None
 
 
-def load_windows(state: ModelState, slot: int, layers: int, buffer: Bytes) -> None:
+def copy_windows(state: ModelState, slot: int, layers: int, *, boundary: bool) -> Windows | None:
+    """The windows of one sequence and, if asked for, its last boundary rows as far as there are any.
+
+    Returns:
+        None as `window_payload`.
+    """
+    rings, record = window_payload(state, slot, layers), state.slots[slot]
+    if rings is None:
+        return None
+    # A stash is replaced and never written to, so it may be shared.
+    return Windows(rings, record.stash_stream, record.stash_pre) if boundary else Windows(rings)
+
+
+def load_windows(state: ModelState, slot: int, layers: int, windows: Windows) -> None:
     """Give a sequence that was placed at a position (`ForwardPass.rewind`) its windows there.
 
     Raises:
         UsageError: the payload has another length than the windows of these layers.
     """
-    data, target = as_bytes(buffer), state.rings[:layers, slot]
+    data, target = windows.rings, state.rings[:layers, slot]
     if len(data) != target.numel():
         raise UsageError(
             f"the windows of {layers} layers have {target.numel()} bytes, the payload has {len(data)}"
@@ -122,6 +136,7 @@ def load_windows(state: ModelState, slot: int, layers: int, buffer: Bytes) -> No
     target.numpy()[:] = np.frombuffer(data, dtype=np.uint8).reshape(target.shape)
     record = state.slots[slot]
     record.encoder_floor = 0
+    record.stash_stream, record.stash_pre = windows.stream, windows.pre
     if layers > state.plan.num_encoder_layers:
         record.decoder_floor = 0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ def serving(
               help="Those of a turn that are generated.")  # fmt: skip
 @click.option("--directory", type=click.Path(path_type=Path, file_okay=False, exists=True),
               help="A place on the disk to measure; default: the one for temporary files.")  # fmt: skip
-@_ROUNDS
+@click.option("--rounds", type=click.IntRange(min=5), default=5, show_default=True)
 @_JSON
 def prefix(
     preset_name: str, tokens: int, turns: int, turn_tokens: int, answer_tokens: int,
@@ -238,6 +239,8 @@ def prefix(
     native, _ = _backends()
     config = preset(preset_name)
     document: dict[str, Any] = {"environment": environment(), "preset": preset_name}
+    # As Ctrl-C: whoever ends the run finds the directory removed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="cedar-bench-", dir=directory) as place:
         times = run_prefix(
             from_config(config, ops=native), Path(place) / "prompt", tokens=tokens, rounds=rounds,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from cedar.cache.block_pool import BlockPool
 from cedar.cache.hashing import KEY_BYTES
 from cedar.cache.store import PrefixStore
+from cedar.cache.window_cache import WindowCache
 from cedar.config.engine_config import EngineConfig
 from cedar.engine.account import Account
 from cedar.engine.disk_tier import DiskTier
@@ -46,10 +47,14 @@ class Engine:
         check_choice("encoder_replay", config.encoder_replay, EncoderReplay)
         self.runner = Runner(model, config)  # first: refuses what memory cannot hold
         self.pool = BlockPool(config.pool_blocks)
+        # Two for each request that runs: of its prompt and of its answer.
+        self.windows = WindowCache(2 * config.max_num_seqs)
         self._tier = self._open_tier(prefix_root)
         reuse = None
         if config.caches_prefixes:
-            reuse = PrefixReuse(model.plan, config, self.pool, prefix_root, self._tier)
+            reuse = PrefixReuse(
+                model.plan, config, self.pool, self.windows, prefix_root, self._tier
+            )
         self.limits = RequestLimits(
             config, self.pool.num_blocks, vocab_size=model.config.vocab_size,
             positions=model.config.max_position_embeddings,
@@ -109,7 +114,7 @@ class Engine:
         account, scheduler, tier = self.account, self.scheduler, self._tier
         return EngineDetails(
             account.encode.tokens, account.replay.tokens, account.decode.tokens, self.pool.stats(),
-            None if tier is None else tier.stats(),
+            self.windows.nbytes, None if tier is None else tier.stats(),
             tuple(_row(request) for request in (*scheduler.running, *scheduler.waiting)),
         )  # fmt: skip
 

@@ -105,7 +105,8 @@ class EngineDetails:
 
     Attributes:
         encode_tokens, replay_tokens, decode_tokens: rows through each phase so far.
-        pool: blocks by state.   disk: the prefix store, None without one.
+        pool: blocks by state.   window_bytes: windows kept beside them.
+        disk: the prefix store, None without one.
         requests: running ones first.
     """
 
@@ -113,5 +114,6 @@ class EngineDetails:
     replay_tokens: int
     decode_tokens: int
     pool: PoolStats
+    window_bytes: int
     disk: DiskStats | None
     requests: tuple[RequestRow, ...]

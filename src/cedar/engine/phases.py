@@ -117,6 +117,17 @@ def last_resume(plan: LayerPlan, mode: DecoderPrefill, replay_windows: int, prom
     return max(0, prompt - tail)
 
 
+def kept_boundary_rows(plan: LayerPlan, mode: DecoderPrefill, replay_windows: int) -> int:
+    """Boundary rows that windows in memory bring along, so that the decoder's replay may begin in them.
+
+    `full` replays nothing. `exact` begins so far back (2,541 rows at the release) that its boundary rows
+    would take 77 times the bytes of the windows; its windows lie before them instead.
+    """
+    if mode in ("full", "exact"):
+        return 0
+    return replay_rows(plan, mode, replay_windows)[0].write
+
+
 def encoder_replay_rows(
     plan: LayerPlan, mode: EncoderReplay, *, windows: int, decoder_rows: int, suffix: int
 ) -> int:

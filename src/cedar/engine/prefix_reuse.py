@@ -1,9 +1,9 @@
 """`PrefixReuse`: which stored blocks a request may start from, and which it leaves findable.
 
 Pure accounting between the scheduler and the block pool; no tensors, no text. A hit is the longest
-run of leading blocks whose global rows are all there. Windows are not stored, so the encoder runs
-again on the tokens before the hit's end (`phases.encoder_replay_rows`); with `prefix_store_windows`
-they are, at the end of prompts and answers, and the encoder goes on from there.
+run of leading blocks whose global rows are all there. The windows at the end of recent prompts and
+answers are kept in memory, with `prefix_store_windows` on disk as well, and the encoder goes on from
+there. Without them it runs again on the tokens before the hit's end (`phases.encoder_replay_rows`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,15 @@ from typing import Protocol
 
 from cedar.cache.block_pool import BlockPool
 from cedar.cache.hashing import block_keys, chain_start, next_key
+from cedar.cache.window_cache import WindowCache, Windows
 from cedar.config.engine_config import EngineConfig
 from cedar.config.layer_plan import LayerPlan
-from cedar.engine.phases import boundary_rows, encoder_replay_rows, last_resume
+from cedar.engine.phases import (
+    boundary_rows,
+    encoder_replay_rows,
+    kept_boundary_rows,
+    last_resume,
+)
 from cedar.engine.request import Request
 
 
@@ -55,32 +61,36 @@ class PrefixReuse:
 
     Args:
         plan: window and layers decide how much is replayed.   config: modes.
-        pool: where blocks are found.
+        pool: where blocks are found.   windows: where windows are.
         root: fingerprint of everything rows depend on besides tokens.
         tier: blocks on disk; None = memory only.
     """
 
     def __init__(
-        self, plan: LayerPlan, config: EngineConfig, pool: BlockPool, root: bytes,
-        tier: BlockTier | None = None,
+        self, plan: LayerPlan, config: EngineConfig, pool: BlockPool, windows: WindowCache,
+        root: bytes, tier: BlockTier | None = None,
     ) -> None:  # fmt: skip
         self._plan, self._config, self._pool, self._root = plan, config, pool, root
-        self._tier = tier
+        self._windows, self._tier = windows, tier
+        mode = config.resolve_decoder_prefill(plan)
+        self._kept_rows = kept_boundary_rows(plan, mode, config.replay_windows)  # type: ignore[arg-type]
 
     def adopt(self, request: Request) -> list[int]:
         """Take the blocks a new request starts from; each gets a reference.
 
         Sets the request's `keys`, `matched_tokens`, `cached_tokens`, `miss_reason`, `depth`,
-        `window_at` and `read` (where the encoder starts again, before the end of the hit).
+        `window_stops` and `read` (where the encoder starts again, before the end of the hit).
         """
         config = self._config
         request.matched_tokens = request.cached_tokens = request.replayed_tokens = 0
-        request.depth = request.window_at = 0
-        if config.prefix_store_windows:
-            request.window_at = self._last_resume(request) // config.block_size * config.block_size
-        request.keys = block_keys(
-            self._root, request.prompt_ids, config.block_size, request.cache_salt
-        )
+        request.depth = 0
+        request.window_stops = self._window_stops(request)
+        if request.keys:  # it has waited or was preempted: keys of its answer are not looked up
+            del request.keys[len(request.prompt_ids) // config.block_size :]
+        else:
+            request.keys = block_keys(
+                self._root, request.prompt_ids, config.block_size, request.cache_salt
+            )
         exact = config.encoder_replay == "exact"
         max_depth = 0 if exact else None
         found = self._find(request, max_depth)
@@ -94,12 +104,44 @@ class PrefixReuse:
             0, request.cached_tokens - self._replayed(request, config.encoder_replay)
         )
         request.depth = max(self._pool.depth_of(block) for block in found)
-        if not self._restore_windows(request, max_depth) and request.read > 0 and not exact:
+        has_windows = self._restore_windows(request, max_depth) or self._load_windows(
+            request, max_depth
+        )
+        if not has_windows and request.read > 0 and not exact:
             request.depth += 1
         request.replayed_tokens = request.cached_tokens - request.read
         return found
 
+    def _window_stops(self, request: Request) -> tuple[int, ...]:
+        """Where a prompt's windows are kept: in memory at the last block end, on disk before it.
+
+        Boundary rows stay in memory, so what is stored must leave the decoder all it replays. A
+        block end that no hit can go on from is left out.
+        """
+        size, last = self._config.block_size, self._last_resume(request)
+        ends = {min(len(request.prompt_ids) - 1, last + self._kept_rows) // size * size}
+        if self._config.prefix_store_windows:
+            ends.add(last // size * size)
+        return tuple(sorted(end for end in ends if end > self._plan.sliding_window))
+
     def _restore_windows(self, request: Request, max_depth: int | None) -> bool:
+        """Go on from windows in memory if that runs no more rows than the replay would."""
+        size, last = self._config.block_size, self._last_resume(request)
+        end = min(request.cached_tokens, len(request.prompt_ids) - 1) // size
+        first = max(1, -(-request.read // size))
+        for number in range(end, first - 1, -1):
+            key = request.keys[number - 1]
+            found = self._windows.get(key, max_depth)
+            if found is None or number * size - found[1].boundary_rows > last:
+                continue
+            self._windows.touch(key)
+            depth, request.restored_windows = found
+            request.read = number * size
+            request.depth = max(request.depth, depth)
+            return True
+        return False
+
+    def _load_windows(self, request: Request, max_depth: int | None) -> bool:
         """Go on from stored windows if that runs no more rows again than an exact replay would."""
         config, size = self._config, self._config.block_size
         if self._tier is None or not config.prefix_store_windows:
@@ -111,7 +153,8 @@ class PrefixReuse:
         found = self._tier.load_windows(request.keys[first:last], max_depth)
         if found is None:
             return False
-        number, depth, request.restored_windows = found
+        number, depth, rings = found
+        request.restored_windows = Windows(rings)
         request.read = (first + number + 1) * size
         request.depth = max(request.depth, depth)
         return True
@@ -148,7 +191,20 @@ class PrefixReuse:
         return found
 
     def save(self, request: Request) -> None:
-        """Hand a request's full blocks to the tier beyond memory."""
+        """Keep a request's windows, and hand its full blocks to the tier beyond memory."""
+        self._save_blocks(request)
+        size, last = self._config.block_size, self._last_resume(request)
+        for position, windows in request.windows.items():
+            key = request.keys[position // size - 1]
+            if position >= max(request.window_stops, default=0):
+                self._windows.put(key, request.depth, windows)
+            if self._tier is None or not self._config.prefix_store_windows:
+                continue
+            if position <= last or position > len(request.prompt_ids):
+                self._tier.save_windows(key, position, request.depth, windows.rings)
+        request.windows = {}
+
+    def _save_blocks(self, request: Request) -> None:
         if self._tier is None or not request.published:
             return
         blocks = request.block_ids[: request.published]
@@ -160,10 +216,6 @@ class PrefixReuse:
                 depths[number] = min(depths[number], self._pool.depth_of(known))
         start = chain_start(self._root, request.cache_salt)
         self._tier.save(start, request.keys[: len(blocks)], blocks, depths)
-        for position, payload in request.windows.items():
-            key = request.keys[position // self._config.block_size - 1]
-            self._tier.save_windows(key, position, request.depth, payload)
-        request.windows = {}
 
     def publish(self, request: Request) -> None:
         """Make the blocks that a request has filled findable."""

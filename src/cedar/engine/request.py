@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from cedar.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from cedar.cache.window_cache import Windows
     from cedar.engine.output import Logprob
 
 
@@ -59,9 +60,9 @@ class Request:
         keys: chain keys of the full blocks known so far.
         published: leading blocks that have been made findable.
         is_placed: whether its slot has been set up since it was admitted.
-        window_at: prompt position whose windows will be stored; a chunk ends there. 0 = none.
-        windows: window state by position, until it is handed to the store.
-        restored_windows: window state at `read`, until the slot is set up; None = none was stored.
+        window_stops: prompt positions whose windows will be kept, ascending; a chunk ends at each.
+        windows: windows by position, until they are handed over to be kept.
+        restored_windows: windows at `read`, until the slot is set up; None = none were kept.
         prompt_logprobs: entries of each prompt token read so far, when asked for; None for the
             first token, which nothing predicts.
         arrival, started, first_token, finished_at: monotonic seconds.
@@ -92,9 +93,9 @@ class Request:
     keys: list[bytes] = field(default_factory=list)
     published: int = 0
     is_placed: bool = False
-    window_at: int = 0
-    windows: dict[int, bytes] = field(default_factory=dict)
-    restored_windows: bytes | None = None
+    window_stops: tuple[int, ...] = ()
+    windows: dict[int, Windows] = field(default_factory=dict)
+    restored_windows: Windows | None = None
     prompt_logprobs: list[tuple[Logprob, ...] | None] = field(default_factory=list)
     arrival: float = field(default_factory=time.monotonic)
     started: float | None = None

@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 
 from cedar.cache.state import ModelState
-from cedar.cache.transfer import load_windows, window_payload
+from cedar.cache.transfer import copy_windows, load_windows
 from cedar.config.engine_config import EngineConfig
 from cedar.engine.account import Account
 from cedar.engine.batch import Batch, PrefillChunk
 from cedar.engine.loaded_model import LoadedModel
-from cedar.engine.phases import check_decoder_prefill, replay_rows, window_layers
+from cedar.engine.phases import (
+    check_decoder_prefill,
+    kept_boundary_rows,
+    replay_rows,
+    window_layers,
+)
 from cedar.engine.request import Request
 from cedar.engine.sampler import Sampled, TokenCounts, new_generator, prompt_logprobs, sample
 from cedar.model.causal_lm import Boundary
@@ -43,9 +48,12 @@ class Runner:
         self._model, self.decoder_prefill, self.account = model, mode, Account()
         self._steps = replay_rows(model.plan, mode, config.replay_windows)  # type: ignore[arg-type]
         self._keep = None if mode == "full" else self._steps[0].write
-        self._window_layers = 0
-        if config.prefix_store_windows:
+        self._window_layers = 0  # of the windows that are kept
+        if config.caches_prefixes:
             self._window_layers = window_layers(model.plan, mode)  # type: ignore[arg-type]
+        self._keeps_boundary = bool(
+            kept_boundary_rows(model.plan, mode, config.replay_windows)  # type: ignore[arg-type]
+        )
         self.state = ModelState(
             model.config,
             num_slots=config.max_num_seqs,
@@ -102,7 +110,7 @@ class Runner:
         last = forward.read_chunk(pieces, self.state, spans, self.account, keep_boundary=self._keep)
         for chunk in chunks:
             chunk.request.read += chunk.count
-            self._keep_windows(chunk.request, chunk.request.window_at)
+            self._keep_windows(chunk.request, chunk.request.window_stops)
         ending = [i for i, chunk in enumerate(chunks) if chunk.is_last]
         if not ending:
             return []
@@ -123,7 +131,7 @@ class Runner:
         results: list[tuple[Request, Sampled]] = []
         for chunk, offset in zip(chunks, spans.offsets, strict=True):
             chunk.request.read += chunk.count
-            self._keep_windows(chunk.request, chunk.request.window_at)
+            self._keep_windows(chunk.request, chunk.request.window_stops)
             rows = Boundary(
                 out.stream[offset : offset + chunk.count], out.pre[offset : offset + chunk.count]
             )
@@ -152,18 +160,21 @@ class Runner:
         for request in requests:
             request.redone += 1
             size = self.state.pool.block_size
-            self._keep_windows(request, request.length // size * size)
+            self._keep_windows(request, [request.length // size * size])
         return self._sample(requests, self._model.net.logits(last))
 
-    def _keep_windows(self, request: Request, position: int) -> None:
+    def _keep_windows(self, request: Request, positions: Sequence[int]) -> None:
         """Copy a request's windows if it has just come to a position; of an answer, the last ones."""
-        if not self._window_layers or request.length != position:
+        position = request.length
+        if not self._window_layers or position not in positions:
             return
-        payload = window_payload(self.state, _slot(request), self._window_layers)
-        if payload is not None:
+        windows = copy_windows(
+            self.state, _slot(request), self._window_layers, boundary=self._keeps_boundary
+        )
+        if windows is not None:
             size = len(request.prompt_ids)
             request.windows = {at: kept for at, kept in request.windows.items() if at <= size}
-            request.windows[position] = payload
+            request.windows[position] = windows
 
     def _sample(self, requests: Sequence[Request], logits: Tensor) -> list[tuple[Request, Sampled]]:
         """Sample the requests that are up to date; one being fed again already has its token."""

@@ -96,8 +96,8 @@ class Scheduler:
 
     def _add_chunk(self, request: Request, budget: int, prefills: list[PrefillChunk]) -> int:
         count = min(budget, len(request.prompt_ids) - request.read)
-        if request.read < request.window_at:
-            count = min(count, request.window_at - request.read)
+        ahead = [stop - request.read for stop in request.window_stops if stop > request.read]
+        count = min([count, *ahead[:1]])
         prefills.append(PrefillChunk(request, request.read, count))
         return count
 
@@ -139,4 +139,4 @@ class Scheduler:
         self._pool.release(request.block_ids)
         assert request.slot is not None
         self._free_slots.append(request.slot)
-        request.block_ids, request.slot = [], None
+        request.block_ids, request.slot, request.windows = [], None, {}

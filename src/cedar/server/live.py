@@ -78,7 +78,7 @@ def view(service: Service) -> dict[str, Any]:
             "used_blocks": snapshot.total_blocks - snapshot.free_blocks,
             "cached_blocks": pool.cached, "evicted_blocks": pool.evicted,
             "hit_tokens": pool.adopted * info.config.block_size,
-            "block_bytes": info.block_bytes,
+            "block_bytes": info.block_bytes, "window_bytes": details.window_bytes,
         },
         "store": None if details.disk is None else asdict(details.disk),
     }  # fmt: skip

@@ -157,6 +157,8 @@ class _EngineCollector(Collector):
         yield counter("decode_tokens", "Tokens fed one by one", details.decode_tokens)
         evicted = details.pool.evicted
         yield counter("prefix_cache_evicted_blocks", "Cached blocks overwritten", evicted)
+        kept = details.window_bytes
+        yield self._gauge("prefix_cache_window_bytes", "Windows kept beside the blocks", kept)
         if details.disk is not None:
             yield from self._disk(details.disk)
 
