@@ -65,8 +65,15 @@ class Spans:
     @cached_property
     def row_sequences(self) -> Tensor:
         """State slot of every row, int32 `[N]`."""
-        slots = torch.tensor(self.sequences, dtype=torch.int32)
-        return slots.repeat_interleave(torch.tensor(self.counts))
+        if self.one_each:
+            return torch.tensor(self.sequences, dtype=torch.int32)
+        # Not repeat_interleave: it wakes all of torch's threads, which then spin beside the kernels.
+        return torch.cat(
+            [
+                torch.full((count,), slot, dtype=torch.int32)
+                for slot, count in zip(self.sequences, self.counts, strict=True)
+            ]
+        )
 
     def tail(self, count: int) -> Spans:
         """The last `count` rows of each sequence (all of a shorter one)."""
