@@ -335,22 +335,23 @@ def _plan_groups(ratio: int, spans: Spans, floors: tuple[int, ...]) -> _GroupPla
         new = carried + spans.offsets[i] - start
         old = i * (ratio - 1)
         last = max(end // ratio, first)
-        j = torch.arange(first, last)
-        tokens = j.unsqueeze(1) * ratio + torch.arange(ratio)
-        members.append(torch.where(tokens >= start, tokens + new, tokens % ratio + old))
-        positions.append(j * ratio)
-        sequences.append(torch.full_like(j, slot))
+        if first < last:  # most sequences of a decode step complete nothing
+            j = torch.arange(first, last)
+            tokens = j.unsqueeze(1) * ratio + torch.arange(ratio)
+            members.append(torch.where(tokens >= start, tokens + new, tokens % ratio + old))
+            positions.append(j * ratio)
+            sequences.append(torch.full_like(j, slot))
         for t in range(max(last * ratio, first * ratio), end):
             if t >= start:
                 left_from.append(t + new - carried)
                 left_to.append(slot * (ratio - 1) + t % ratio)
     return _GroupPlan(
         torch.tensor(spans.sequences),
-        any(part.numel() for part in members),
+        bool(members),
         left_from == list(range(spans.num_rows)),
-        torch.cat(members),
-        torch.cat(positions),
-        torch.cat(sequences),
+        torch.cat(members) if members else torch.empty(0, ratio, dtype=torch.int64),
+        torch.cat(positions) if members else torch.empty(0, dtype=torch.int64),
+        torch.cat(sequences) if members else torch.empty(0, dtype=torch.int64),
         torch.tensor(left_from, dtype=torch.int64),
         torch.tensor(left_to, dtype=torch.int64),
     )
