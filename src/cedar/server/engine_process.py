@@ -102,8 +102,11 @@ class Outbox:
             self._told = details or self._told
 
     def _write(self, message: bytes) -> None:
-        self._pipe.write(message)
-        self._pipe.flush()
+        try:
+            self._pipe.write(message)
+            self._pipe.flush()
+        except BrokenPipeError:  # the server has died, and `Inbox` has not been told yet
+            os._exit(1)
 
 
 def run(commands: Connection, events: BinaryIO) -> int:
@@ -115,10 +118,10 @@ def run(commands: Connection, events: BinaryIO) -> int:
     assert isinstance(spec, EngineSpec)
     try:
         llm = spec.build()
-    except CedarError as error:
+    except (CedarError, OSError) as error:  # what the command line tells without a traceback
         events.write(pack(error))
         events.flush()
-        return error.exit_code
+        return CedarError.exit_code
     outbox = Outbox(events, llm.engine)
     outbox.ready()
     threading.Thread(target=outbox.keep_telling, name="cedar-teller", daemon=True).start()
