@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import io
+import itertools
 import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from operator import attrgetter, truediv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +32,7 @@ from cedar.engine.host import Abort, EngineHost
 from cedar.engine.output import StepOutput
 from cedar.engine.sampling_params import SamplingParams
 from cedar.errors import CheckpointError, EngineDeadError, UsageError
+from cedar.server import engine_process
 from cedar.server.engine_wire import EngineSpec, Unpacker, pack
 from cedar.server.process_host import ProcessHost
 
@@ -213,6 +218,20 @@ def test_an_engine_process_says_nothing_when_only_its_events_cannot_be_sent_any_
         assert process.stderr is not None
         assert process.stderr.read() == b""
     assert process.returncode == 1
+
+
+def test_nothing_is_told_once_the_engine_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "_TELL_SECONDS", 0.001)
+    numbers, told, ended = itertools.count(), io.BytesIO(), threading.Event()
+    engine: Any = SimpleNamespace(details=lambda: next(numbers), counts=lambda: None)
+    outbox = engine_process.Outbox(told, engine)
+    teller = threading.Thread(target=outbox.keep_telling, args=(ended,), daemon=True)
+    teller.start()
+    while not told.tell():
+        assert teller.is_alive()
+    ended.set()
+    teller.join(10)
+    assert not teller.is_alive()
 
 
 def test_an_engine_process_ends_with_a_server_that_is_killed(tiny_directory: Path) -> None:
