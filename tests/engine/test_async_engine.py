@@ -79,13 +79,28 @@ def test_more_waiting_requests_than_allowed_are_refused(model: LoadedModel) -> N
     )  # never started: nothing is taken
 
     async def run() -> None:
-        first = asyncio.create_task(collect(idle, "a", [5]))
+        # Two slots are free: two of them will not wait.
+        accepted = [asyncio.create_task(collect(idle, name, [5])) for name in "abc"]
         await asyncio.sleep(0)
+        assert not any(task.done() for task in accepted)
         with pytest.raises(QueueFullError, match="1 requests are waiting, the limit is 1"):
-            await collect(idle, "b", [5])
-        first.cancel()
+            await collect(idle, "d", [5])
+        for task in accepted:
+            task.cancel()
 
     asyncio.run(run())
+
+
+def test_a_call_that_cannot_be_sent_leaves_nothing_behind(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise TypeError("cannot be pickled")
+
+    monkeypatch.setattr(engine.host, "put", refuse)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        asyncio.run(engine.call(lambda _: 7))
+    assert not engine._calls
 
 
 def test_a_dying_engine_tells_every_client_and_refuses_new_ones(

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_api import Api
 
 from cedar.engine.batch import Batch
+from cedar.engine.sampling_params import SamplingParams
 from cedar.errors import EngineDeadError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -85,6 +86,16 @@ def test_a_full_queue_answers_429_and_says_when_to_come_back(small: Api) -> None
     assert refused.json()["error"]["type"] == "RateLimitError"
     impossible = small.post(COMPLETIONS, {**body, "n": 3})
     assert impossible.status_code == 400 and impossible.json()["error"]["param"] == "n"
+
+
+def test_completions_of_one_prompt_share_its_ids(small: Api) -> None:
+    async def run() -> None:
+        call = small.service.open([[20, 21, 22]], SamplingParams(n=2, max_tokens=1), "x")
+        first, second = (request.prompt_ids for request in call.requests)
+        call.close()
+        assert first is second
+
+    asyncio.run(run())
 
 
 def test_a_silent_stream_is_kept_alive_by_comments(small: Api) -> None:

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_api import Api
 from server_process import running
 
-from cedar.cache.store_files import FileSystem, take_lock
+from cedar.cache.store_files import FileSystem, check_usable, take_lock
 from cedar.cli.serve import serve as serve_command
 from cedar.config.model_config import ModelConfig
 from cedar.engine.random_weights import random_tensors
@@ -311,6 +311,12 @@ def test_a_store_that_is_in_use_is_refused_before_the_model_is_loaded(
             EngineSpec("preset:tiny", {"prefix_store_dir": str(tmp_path)}).build()
     finally:
         os.close(held)
+
+
+def test_a_writer_that_is_about_to_be_gone_is_waited_for(tmp_path: Path) -> None:
+    held = take_lock(tmp_path)
+    threading.Timer(0.2, os.close, (held,)).start()
+    check_usable(tmp_path)
 
 
 def test_a_store_that_is_too_small_or_in_the_way_is_refused(tmp_path: Path) -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import io
+import itertools
+import logging
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from operator import attrgetter, truediv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +28,11 @@ from server_api import ENGINE, on_a_thread
 
 from cedar.bench.serving import hold_until_queued
 from cedar.engine.async_engine import AsyncEngine
-from cedar.engine.host import EngineHost
+from cedar.engine.host import Abort, EngineHost
 from cedar.engine.output import StepOutput
 from cedar.engine.sampling_params import SamplingParams
 from cedar.errors import CheckpointError, EngineDeadError, UsageError
+from cedar.server import engine_process
 from cedar.server.engine_wire import EngineSpec, Unpacker, pack
 from cedar.server.process_host import ProcessHost
 
@@ -145,6 +154,84 @@ def test_what_the_engine_process_refuses_at_its_start_is_raised_here(
         ProcessHost(spec(tmp_path / "none"))
     with pytest.raises(UsageError, match="max_model_len=99999 exceeds"):
         ProcessHost(spec(tiny_directory, max_model_len=99999))
+    with pytest.raises(OSError, match="File name too long"):
+        ProcessHost(spec(Path("x" * 300)))
+
+
+def test_a_process_that_does_not_start_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    def refused() -> list[str]:
+        with pytest.raises(CheckpointError):
+            ProcessHost(spec(tmp_path / "none"))
+        gc.collect()
+        return sorted(os.listdir("/proc/self/fd"))
+
+    assert refused() == refused()
+
+
+def test_the_engine_process_finds_its_modules_where_the_server_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise RuntimeError('not the module that was meant')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a directory"):
+        ProcessHost(spec(tmp_path / "none"))
+
+
+def test_a_ctrl_c_while_the_model_loads_ends_both_processes_without_a_traceback(
+    tiny_directory: Path,
+) -> None:
+    command = [sys.executable, "-m", "cedar", "serve", str(tiny_directory), "--port", "0"]
+    # The group is what a terminal sends Ctrl-C to.
+    with subprocess.Popen(command, stderr=subprocess.PIPE, process_group=0) as server:
+        group = os.getpgid(_engine_process_of(server))
+        os.killpg(server.pid, signal.SIGINT)
+        assert server.stderr is not None
+        assert server.stderr.read().strip() == b""  # until both have closed it
+    assert server.returncode == 130
+    assert group != server.pid
+
+
+def _engine_process_of(server: subprocess.Popen[bytes]) -> int:
+    """Its number, as soon as it runs Python, which is long before it is ready."""
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+    while server.poll() is None:
+        for pid in children.read_text().split():
+            if b"engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return int(pid)
+        time.sleep(0.01)
+    raise AssertionError("the server has ended")
+
+
+def test_an_engine_process_says_nothing_when_only_its_events_cannot_be_sent_any_more(
+    tiny_directory: Path,
+) -> None:
+    to_obey, commands = multiprocessing.Pipe(duplex=False)
+    events, out = os.pipe()
+    passed = (to_obey.fileno(), out)
+    command = [sys.executable, "-m", "cedar.server.engine_process", *map(str, passed)]
+    with subprocess.Popen(command, pass_fds=passed, stderr=subprocess.PIPE) as process:
+        os.close(out)
+        commands.send((spec(tiny_directory), logging.WARNING))
+        assert os.read(events, 1)
+        os.close(events)
+        commands.send(Abort("unknown"))  # the counts that follow find nobody
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_nothing_is_told_once_the_engine_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "_TELL_SECONDS", 0.001)
+    numbers, told, ended = itertools.count(), io.BytesIO(), threading.Event()
+    engine: Any = SimpleNamespace(details=lambda: next(numbers), counts=lambda: None)
+    outbox = engine_process.Outbox(told, engine)
+    teller = threading.Thread(target=outbox.keep_telling, args=(ended,), daemon=True)
+    teller.start()
+    while not told.tell():
+        assert teller.is_alive()
+    ended.set()
+    teller.join(10)
+    assert not teller.is_alive()
 
 
 def test_an_engine_process_ends_with_a_server_that_is_killed(tiny_directory: Path) -> None:

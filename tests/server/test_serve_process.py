@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,25 @@ def test_the_official_client_curl_and_a_graceful_end(tiny_directory: Path) -> No
             openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0).models.list()
         _curl_streams(url)
         _ends_gracefully(process, client, url)
+
+
+def test_a_server_whose_engine_process_is_killed_ends_its_streams_and_exits_with_1(
+    tiny_directory: Path,
+) -> None:
+    with running(tiny_directory, "--served-model-name", "tiny") as (process, url):
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="sesame", max_retries=0)
+        stream = client.completions.create(
+            model="tiny", prompt="the", max_tokens=4000, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        next(iter(stream))
+        os.kill(int(children[0]), signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="the engine has died"):
+            list(stream)
+        assert process.wait(timeout=60) == 1
+        assert process.stderr is not None
+        assert "error: the engine has died: its process ended with" in process.stderr.read()
 
 
 def _curl_streams(url: str) -> None:

@@ -14,11 +14,16 @@ import re
 import socket
 import sqlite3
 import stat
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cedar.errors import StoreError
+
+#: Seconds that a killed writer may take until it is gone.
+_ENDING_SECONDS = 2.0
+_POLL_SECONDS = 0.02
 
 LOCK_NAME = "LOCK"
 INDEX_NAME = "index-v1.sqlite"
@@ -123,8 +128,11 @@ def prepare_directory(directory: Path) -> None:
         raise StoreError(f"prefix store {directory} cannot be used: {error}") from error
 
 
-def take_lock(directory: Path) -> int:
+def take_lock(directory: Path, *, wait_seconds: float = 0.0) -> int:
     """Become the writer of a store. The lock ends with the returned descriptor or the process.
+
+    Args:
+        wait_seconds: how long another writer may take to end.
 
     Raises:
         StoreError: another process, which is named, writes there.
@@ -134,7 +142,7 @@ def take_lock(directory: Path) -> int:
     except OSError as error:
         raise StoreError(f"prefix store {directory} cannot be locked: {error}") from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(fd, time.monotonic() + wait_seconds)
         holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
         os.ftruncate(fd, 0)
         os.pwrite(fd, holder, 0)
@@ -151,14 +159,28 @@ def take_lock(directory: Path) -> int:
     return fd
 
 
+def _lock(fd: int, deadline: float) -> None:
+    """Raises BlockingIOError if it is still held at the deadline."""
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_POLL_SECONDS)
+
+
 def check_usable(directory: Path) -> None:
     """Find out now what would keep a store from being opened later, before a model is loaded.
+
+    A writer that has just been killed holds its lock until the system has taken its memory back;
+    that is waited for, so that a restart is not refused.
 
     Raises:
         StoreError: as `prepare_directory` and `take_lock`.
     """
     prepare_directory(directory)
-    os.close(take_lock(directory))
+    os.close(take_lock(directory, wait_seconds=_ENDING_SECONDS))
 
 
 def _describe(holder: bytes) -> str:

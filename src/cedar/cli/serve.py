@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from cedar.cli.options import model_options
-from cedar.errors import UsageError
+from cedar.errors import EngineDeadError, UsageError
 from cedar.units import parse_bytes
 
 
@@ -87,6 +87,11 @@ def serve(
     url = url_of(bound)
     server = CedarServer(service, lambda: click.echo(f"cedar serves {service.name} at {url}"))
     server.run(sockets=[bound])
+    if service.engine.failure is not None:
+        raise EngineDeadError(
+            f"the engine has died: {service.engine.failure}; its own messages are above, start the "
+            "server again"
+        )
 
 
 def _store_fields(

@@ -29,7 +29,7 @@ _STOPPED = "the engine has stopped; restart the server"
 
 @dataclass(frozen=True)
 class EngineSnapshot:
-    """Counts at one moment, for health, metrics and the live page."""
+    """The latest counts there are, for metrics and the live page."""
 
     running: int
     waiting: int
@@ -43,7 +43,7 @@ class AsyncEngine:
 
     Args:
         host: where it runs; only this object gives it commands from now on.
-        max_waiting: requests that may wait; more are refused with `QueueFullError`.
+        max_waiting: requests that may wait for a slot; more are refused with `QueueFullError`.
         on_step: called after every step with its outputs, where the host reports it (metrics).
 
     Attributes:
@@ -89,7 +89,7 @@ class AsyncEngine:
         return self.host.is_alive and self._failure is None and not self._is_stopping
 
     def snapshot(self) -> EngineSnapshot:
-        """Counts right now; read without stopping the engine."""
+        """The latest counts there are; read without stopping the engine."""
         counts = self.host.counts()
         return EngineSnapshot(
             running=counts.running,
@@ -98,6 +98,16 @@ class AsyncEngine:
             free_blocks=counts.free_blocks,
             preemptions=counts.preemptions,
         )
+
+    def waiting_with(self, more: int) -> int:
+        """How many would wait if `more` requests were handed over now.
+
+        Those on their way to an engine with free slots are not going to wait.
+        """
+        counts = self.host.counts()
+        free = 0 if counts.waiting else self.info.config.max_num_seqs - counts.running
+        on_their_way = self._submitted - counts.submitted
+        return counts.waiting + max(0, on_their_way + more - free)
 
     def details(self) -> EngineDetails:
         """What metrics and the live view show."""
@@ -161,10 +171,10 @@ class AsyncEngine:
                 f"one call asks for {len(requests)} completions, the queue holds "
                 f"{self._max_waiting}; ask for fewer", param="n",
             )  # fmt: skip
-        waiting = self.snapshot().waiting
-        if waiting + len(requests) > self._max_waiting:
+        if self.waiting_with(len(requests)) > self._max_waiting:
             raise QueueFullError(
-                f"{waiting} requests are waiting, the limit is {self._max_waiting}; try again later"
+                f"{self.waiting_with(0)} requests are waiting, the limit is {self._max_waiting}; try "
+                "again later"
             )
 
     def _check_alive(self) -> None:
@@ -183,11 +193,13 @@ class AsyncEngine:
         self._check_alive()
         number = next(self._numbers)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
-        self.host.put(Call(number, work))
-        if self._has_ended:  # between the check and now, and may not have seen this call
+        try:
+            self.host.put(Call(number, work))
+            if self._has_ended:  # between the check and now, and may not have seen this call
+                raise EngineDeadError(_STOPPED)
+            return await future
+        finally:
             self._calls.pop(number, None)
-            raise EngineDeadError(_STOPPED)
-        return await future
 
     def _end(self, request_id: str) -> None:
         """End a completion whose client has left or has had enough."""

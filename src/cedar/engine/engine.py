@@ -1,6 +1,6 @@
 """`Engine`: requests in, tokens out, one step at a time. Synchronous, single thread, token ids only.
 
-Called by `cedar.llm` and by the asynchronous engine of the server.
+Called by `cedar.llm` and, in a server, by `engine_loop.py`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ class StepOutput:
     """One new token of one request, or its end without one (abort).
 
     Attributes:
-        request: live; whoever reads an output later sees the request as it is then.
+        request: live; whoever reads an output later sees the request as it is then. In the server's
+            process, its own copy: what `engine_wire.py` sends is kept up to date in it.
         token_id: None only for an abort.
         logprobs: as asked for.
         finish_reason: why the request ended with this token; None when it went on.

@@ -1,4 +1,4 @@
-"""`OutputStream`: tokens of one client's completions, from the engine thread to an asyncio consumer.
+"""`OutputStream`: tokens of one client's completions, from the engine's host to an asyncio consumer.
 
 Made by `async_engine.py`; read by the server. A step's outputs arrive together and are taken
 together, so that a consumer that falls behind catches up in one go. Every token passes here on its
@@ -19,7 +19,7 @@ Item = StepOutput | BaseException
 class OutputStream:
     """Outputs of the completions that one client asked for.
 
-    Only its asyncio loop may use it; the engine thread hands items over through that loop.
+    Only its asyncio loop may use it; whoever receives events hands items over through that loop.
 
     Args:
         requests: the completions.

@@ -14,7 +14,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, BinaryIO
@@ -88,10 +87,9 @@ class Outbox:
                 raise
             self._send(Answered(event.number, error=RuntimeError(str(error))), None)
 
-    def keep_telling(self) -> None:
+    def keep_telling(self, ended: threading.Event) -> None:
         """Send the details whenever they have changed, also within a long step and after it."""
-        while True:
-            time.sleep(_TELL_SECONDS)
+        while not ended.wait(_TELL_SECONDS):
             details = self._engine.details()
             if details != self._told:
                 self._send([], details)
@@ -102,8 +100,11 @@ class Outbox:
             self._told = details or self._told
 
     def _write(self, message: bytes) -> None:
-        self._pipe.write(message)
-        self._pipe.flush()
+        try:
+            self._pipe.write(message)
+            self._pipe.flush()
+        except BrokenPipeError:  # the server has died, and `Inbox` has not been told yet
+            os._exit(1)
 
 
 def run(commands: Connection, events: BinaryIO) -> int:
@@ -115,14 +116,20 @@ def run(commands: Connection, events: BinaryIO) -> int:
     assert isinstance(spec, EngineSpec)
     try:
         llm = spec.build()
-    except CedarError as error:
+    except (CedarError, OSError) as error:  # what the command line tells without a traceback
         events.write(pack(error))
         events.flush()
-        return error.exit_code
+        return CedarError.exit_code
     outbox = Outbox(events, llm.engine)
     outbox.ready()
-    threading.Thread(target=outbox.keep_telling, name="cedar-teller", daemon=True).start()
+    ended = threading.Event()
+    teller = threading.Thread(
+        target=outbox.keep_telling, args=(ended,), name="cedar-teller", daemon=True
+    )
+    teller.start()
     EngineLoop(llm.engine, inbox.commands, inbox.stop_wanted).run(outbox.report)
+    ended.set()
+    teller.join()  # before the store and the pipe are closed
     llm.close()
     return 0
 

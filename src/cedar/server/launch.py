@@ -1,7 +1,8 @@
 """Model name -> service -> running server: sockets, signals and the shutdown. Called by the CLI.
 
 First SIGTERM or SIGINT: new requests get 503, running ones may finish within the grace period, the
-engine stops, exit 0. Second signal: the process ends at once with 130.
+engine stops, exit 0. Second signal: the process ends at once with 130. When the engine dies, its
+streams get an error and the server ends, with exit 1.
 """
 
 from __future__ import annotations
@@ -140,6 +141,12 @@ class CedarServer(uvicorn.Server):
         if self.started:
             self._announce()
 
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: end when the engine has died, since nothing can be served any more."""
+        if self._service.engine.failure is not None and self._draining is None:
+            self.drain()
+        return await super().on_tick(counter)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """First signal: drain and exit 0. Second: end now."""
         if self._service.is_draining or self.loop is None:
@@ -155,7 +162,7 @@ class CedarServer(uvicorn.Server):
     async def _drain(self) -> None:
         service, loop = self._service, asyncio.get_running_loop()
         deadline = loop.time() + service.config.grace_seconds
-        while service.active and loop.time() < deadline:
+        while service.active and service.engine.failure is None and loop.time() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
         await asyncio.to_thread(service.engine.stop)
         deadline = loop.time() + _FLUSH_SECONDS

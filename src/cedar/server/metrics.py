@@ -1,7 +1,7 @@
 """`/metrics`: vLLM's names, labels and units with the prefix `cedar:`, so that dashboards port.
 
 Counts of requests are taken on the asyncio side, where a token is seen by its client; work and
-cache counts are read from the engine when somebody scrapes. Times are monotonic.
+cache counts are the latest that the engine has told. Times are monotonic.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine at every scrape."""
+    """Reads at every scrape what the engine has told last."""
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self._engine, self._label = engine, [model_name]

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 from cedar.engine.engine_status import EngineCounts, EngineDetails
 from cedar.engine.host import Abort, Command, Ended, Event, Refused, Stepped, Submit
 from cedar.engine.request import Request
-from cedar.errors import CedarError, EngineDeadError
+from cedar.errors import EngineDeadError
 from cedar.server.engine_wire import EngineSpec, Message, Ready, Unpacker, to_outputs
 
 #: Bytes that are taken from the pipe at once; it holds 64 KiB.
@@ -45,12 +46,17 @@ class ProcessHost:
         self._process = subprocess.Popen(
             [
                 sys.executable,
+                "-P",
                 "-m",
                 "cedar.server.engine_process",
                 f"{theirs.fileno()}",
                 f"{writable}",
             ],
             pass_fds=[theirs.fileno(), writable],
+            # A Ctrl-C is for the server alone, also before the engine process can ignore it; and
+            # modules are found where the server found them, not in whichever directory it runs in.
+            process_group=0,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         theirs.close()
         os.close(writable)
@@ -71,18 +77,24 @@ class ProcessHost:
                 messages = self._unpacker.feed(piece)
         except BaseException:  # Ctrl-C: nothing of it may stay behind
             self._process.kill()
+            self._give_up()
             raise
-        if not messages:
-            raise EngineDeadError(
-                f"the engine process ended with status {self._process.wait()} while it loaded the "
-                "model; its own messages are above"
-            )
-        first = messages[0]
-        if isinstance(first, CedarError):
-            self._process.wait()
-            raise first
-        assert isinstance(first, Ready)
-        return first
+        if messages and isinstance(messages[0], Ready):
+            return messages[0]
+        status = self._give_up()
+        if messages:
+            raise messages[0]
+        raise EngineDeadError(
+            f"the engine process {_describe(status)} while it loaded the model; look at its own "
+            "messages above and at the memory left"
+        )
+
+    def _give_up(self) -> int:
+        """Let go of a process that ends without having been ready; its exit status."""
+        status = self._process.wait()  # first: without its pipe it would leave before its messages
+        os.close(self._events)
+        self._commands.close()
+        return status
 
     @property
     def is_alive(self) -> bool:
@@ -132,8 +144,8 @@ class ProcessHost:
             loop.remove_reader(self._events)
             os.close(self._events)
             if not self._has_ended:
-                status = self._process.wait()
-                self._end(Ended(RuntimeError(f"its process ended with status {status}")))
+                status = _describe(self._process.wait())
+                self._end(Ended(RuntimeError(f"its process {status}")))
 
     def _take(self, message: Message) -> None:
         assert self._receive is not None
@@ -158,3 +170,10 @@ class ProcessHost:
         assert self._receive is not None
         self._has_ended = True
         self._receive(event)
+
+
+def _describe(status: int) -> str:
+    """How a process ended, in words."""
+    if status != -signal.SIGKILL:
+        return f"ended with status {status}"
+    return f"ended with status {status} (killed, as the system does when memory runs out)"

@@ -82,8 +82,8 @@ class Service:
     @property
     def is_ready(self) -> bool:
         """Whether a request sent now would be accepted."""
-        waiting = self.engine.snapshot().waiting
-        return not self.is_draining and self.engine.is_running and waiting < self.config.max_waiting
+        has_room = self.engine.waiting_with(1) <= self.config.max_waiting
+        return not self.is_draining and self.engine.is_running and has_room
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served here; no name means the one there is.
@@ -142,10 +142,11 @@ class Service:
         if end_ids and not params.ignore_eos:
             more = [i for i in end_ids if i not in params.stop_token_ids]
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *more))
-        for number, ids in enumerate(prompts):
+        for number, prompt in enumerate(prompts):
+            ids = tuple(prompt)  # one for all of its completions, so that it is sent once
             for index in range(params.n):
                 name = f"{call.id}-{number * params.n + index}"
-                request = Request(name, tuple(ids), params, self.eos_token_id, index)
+                request = Request(name, ids, params, self.eos_token_id, index)
                 request.cache_salt = (cache_salt or "").encode("utf-8")
                 call.requests.append(request)
         try:
