@@ -172,5 +172,19 @@ CEDAR_INLINE void prefetch_main_row(const uint8_t* row, int dim) {
   __builtin_prefetch(row + bytes - 1);
 }
 
+// 2^t to about 3e-7 relative, below 2^-149 gives 0.
+CEDAR_INLINE __m512 exp2(__m512 t) {
+  t = _mm512_max_ps(t, _mm512_set1_ps(-160.f));
+  // The fraction above the floor, which scalef takes out of t by itself.
+  const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 p = _mm512_set1_ps(1.8775767e-3f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(8.9893397e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5826318e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4015361e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9315308e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.9999994e-1f));
+  return _mm512_scalef_ps(p, t);
+}
+
 }  // namespace CEDAR_ISA
 }  // namespace cedar

@@ -1,6 +1,8 @@
 // Sparse attention in bfloat16: logits and mixing as dot products of bfloat16 pairs with float32
 // sums, on vectors or (attention_tiles.h) on matrix tiles.
 //
+// Up to eight heads on matrix tiles go another way (attention_narrow.h).
+//
 // Per query: all logits, then the softmax, then the mixing; weights are rounded to bfloat16
 // before they weigh the values, the denominator sums the unrounded ones, the output is rounded once.
 // Entries are numbered from the query's own first one and padded to 32 per part (window, selected),
@@ -13,6 +15,7 @@
 #include "attention_bf16_rows.h"
 #include "thread_pool.h"
 #ifdef __AMX_BF16__
+#include "attention_narrow.h"
 #include "attention_tiles.h"
 #else
 #include "attention_vectors.h"
@@ -27,20 +30,6 @@ enum PairSlot {
 };
 
 CEDAR_INLINE int64_t padded_entries(int64_t count) { return (count + kBlock - 1) / kBlock * kBlock; }
-
-// 2^t to about 3e-7 relative, below 2^-149 gives 0.
-CEDAR_INLINE __m512 exp2(__m512 t) {
-  t = _mm512_max_ps(t, _mm512_set1_ps(-160.f));
-  // The fraction above the floor, which scalef takes out of t by itself.
-  const __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-  __m512 p = _mm512_set1_ps(1.8775767e-3f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(8.9893397e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5826318e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4015361e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.9315308e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.9999994e-1f));
-  return _mm512_scalef_ps(p, t);
-}
 
 // Softmax of one head: logits z[0..count), count a multiple of 32, unused entries -infinity. Writes
 // rounded weights relative to the largest and returns 1 / denominator.
@@ -80,7 +69,7 @@ class PairAttention {
     unpack_window(tile);
     prepare_list();
 #ifdef __AMX_BF16__
-    const TileScope scope(attention_tile_shapes());
+    const TileScope scope(is_narrow() ? narrow::tile_shapes() : attention_tile_shapes());
 #endif
     for (int n = tile.first; n < tile.first + tile.count; ++n) attend(tile, n);
   }
@@ -143,6 +132,12 @@ class PairAttention {
     uint16_t* weights = scratch_array<uint16_t>(kWeightsSlot, size);
     float factors[kMostHeads];
 
+#ifdef __AMX_BF16__
+    if (is_narrow()) {
+      attend_narrow(entries, z, weights, n);
+      return;
+    }
+#endif
     load_queries(part_of(call_.q, n));
     for (int64_t e = 0; e < near; e += kBlock) {
       window_logits(entries_ + (entries.first + e) * dim_, z + e, entries.stride());
@@ -174,6 +169,32 @@ class PairAttention {
   }
 
 #ifdef __AMX_BF16__
+
+  // Logits there are scaled after unused ones became minus infinity, hence only by a positive scale.
+  bool is_narrow() const { return heads_ <= narrow::kHeads && call_.scale > 0; }
+
+  void attend_narrow(const Entries& entries, float* z, uint16_t* weights, int n) {
+    queries_ = scratch_array<uint16_t>(kQuerySlot, static_cast<size_t>(2 * kHeadBlock * dim_));
+    selected_ = selected_memory(entries.far_padded);
+    narrow::load_queries(part_of(call_.q, n), heads_, dim_, queries_);
+    narrow::part_logits(queries_, window_part(entries), dim_, z);
+    narrow::leave_out(entries.near, entries.near_padded, z);
+    if (call_.q_selected != nullptr && entries.far > 0) {
+      narrow::load_queries(part_of(call_.q_selected, n), heads_, dim_, queries_);
+    }
+    float* far = z + entries.near_padded * narrow::kHeads;
+    for (int64_t e = 0; e < entries.far_padded; e += kBlock) {
+      narrow::unpack_and_multiply(queries_, rows_ + e, dim_, selected_ + e / kBlock * block_stride(),
+                                  far + e * narrow::kHeads);
+    }
+    narrow::leave_out(entries.far, entries.far_padded, far);
+    float factors[narrow::kHeads];
+    narrow::softmax(z, entries.stride() / kBlock, call_.scale, call_.sink + first_head_, heads_, weights,
+                    factors);
+    uint16_t* out_selected = call_.out_selected != nullptr ? part_of(call_.out_selected, n) : nullptr;
+    narrow::mix_all({weights, entries.stride(), window_part(entries), selected_part(entries), factors,
+                     heads_, dim_, part_of(call_.out, n), out_selected});
+  }
 
   void load_queries(const uint16_t* q) {
     queries_ = scratch_array<uint16_t>(kQuerySlot, static_cast<size_t>(padded_heads_ * dim_));
