@@ -78,6 +78,11 @@ class Opened:
         assert self.errors == []
         assert self.requests == []
 
+    def open_ledger(self) -> None:
+        """Show the whole ledger of the chosen flow; the browser says later that it is open."""
+        self.page.locator("#ledger summary").click()
+        self.page.locator("#ledger tbody tr").first.wait_for()
+
     def values(self, place: str = "body") -> dict[tuple[str, str], float]:
         """{(flow, ledger line): number} of everything shown under a selector."""
         found = self.page.eval_on_selector_all(

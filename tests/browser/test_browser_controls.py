@@ -61,7 +61,7 @@ def test_a_number_moves_the_lines_that_depend_on_it(
     open_page: Opener, control: str, lines: set[str], still: set[str]
 ) -> None:
     opened = open_page()
-    opened.page.locator("#ledger summary").click()
+    opened.open_ledger()
     before = opened.values()
     opened.enter(control, "12,345")
     after = opened.values()
@@ -218,7 +218,7 @@ def test_a_flow_the_model_cannot_run_is_disabled_with_the_reason(
 
 def test_the_ledger_can_be_filtered(open_page: Opener) -> None:
     opened = open_page()
-    opened.page.locator("#ledger summary").click()
+    opened.open_ledger()
     everything = opened.page.locator("#ledger tbody tr").count()
     assert everything > 200
     opened.page.fill("#ledger input", "store.")

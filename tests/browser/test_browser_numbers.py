@@ -163,7 +163,7 @@ def test_numbers_shown_equal_cedar_plan_json(
     document = json.loads(result.stdout)
     opened = open_page(model=model, **request)
     assert opened.problem() == ""
-    opened.page.locator("#ledger summary").click()  # the whole ledger of the chosen flow
+    opened.open_ledger()
     shown = opened.values()
     compared = 0
     for (flow, line), value in shown.items():
