@@ -3,53 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from window_runs import (
+    BLOCK,
+    PARAMS,
+    WINDOW,
+    Exact,
+    engine_of,
+    prompt_of,
+    rows_of,
+    run,
+    run_with_aborts,
+)
 
-from cedar.cache.transfer import block_payload
 from cedar.cache.window_cache import WindowCache, Windows
-from cedar.config.engine_config import EngineConfig
 from cedar.config.presets import preset
-from cedar.engine.engine import Engine
-from cedar.engine.loaded_model import LoadedModel
-from cedar.engine.request import Request
-from cedar.engine.sampling_params import SamplingParams
 from cedar.errors import UsageError
-
-Exact = Callable[..., LoadedModel]
-PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-BLOCK = WINDOW = 8
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(3, 64) for _ in range(length)]
-
-
-def engine_of(model: LoadedModel, **fields: object) -> Engine:
-    chosen = {"max_model_len": 256, "max_num_seqs": 2, "block_size": BLOCK,
-              "enable_prefix_caching": True} | fields  # fmt: skip
-    return Engine(model, EngineConfig(**chosen))  # type: ignore[arg-type]
-
-
-def run(
-    engine: Engine, prompt: list[int], salt: bytes = b"", params: SamplingParams = PARAMS
-) -> Request:
-    request = engine.add_request(f"r{random.random()}", prompt, params, cache_salt=salt)
-    while engine.has_work:
-        engine.step()
-    return request
-
-
-def rows_of(engine: Engine, request: Request) -> list[bytes]:
-    """Rows of all full blocks of a request that has ended."""
-    blocks = [engine.pool.lookup(key) for key in request.keys]
-    return [block_payload(engine.runner.state.pool, b) for b in blocks if b is not None]
-
 
 MODES = [
     *(
@@ -234,15 +207,7 @@ def test_a_small_pool_with_aborts_and_preemptions_never_changes_an_answer(exact:
     engine = engine_of(model, num_blocks=18, max_num_seqs=3, encoder_replay="exact")
     went_on = preempted = 0
     for _ in range(4):
-        requests = [engine.add_request(f"{n}", p, PARAMS) for n, p in enumerate(prompts)]
-        while engine.has_work:
-            engine.step()
-            engine.pool.check_integrity()
-            if draw.random() < 0.05:
-                engine.abort(str(draw.randrange(9)))
-        for request, output in zip(requests, expected, strict=True):
-            assert request.output_ids == output[: len(request.output_ids)]
-            assert not request.windows
+        for request in run_with_aborts(engine, prompts, expected, draw):
             went_on += bool(request.cached_tokens) and request.replayed_tokens == 0
             preempted += request.preemptions
         assert len(engine.windows) <= 6

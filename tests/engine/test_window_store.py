@@ -3,47 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import window_runs
+from window_runs import BLOCK, WINDOW, Exact, prompt_of, rows_of, run, run_with_aborts
 
 from cedar import LLM
 from cedar.cache.store_format import RecordKind
-from cedar.cache.transfer import block_payload
-from cedar.config.engine_config import EngineConfig
 from cedar.config.presets import preset
 from cedar.engine.engine import Engine
 from cedar.engine.loaded_model import LoadedModel
-from cedar.engine.request import Request
-from cedar.engine.sampling_params import SamplingParams
 from cedar.errors import UsageError
-
-Exact = Callable[..., LoadedModel]
-PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
-BLOCK = WINDOW = 8
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(3, 64) for _ in range(length)]
 
 
 def engine_of(model: LoadedModel, store: Path | None, **fields: object) -> Engine:
-    chosen = {"max_model_len": 256, "max_num_seqs": 2, "block_size": BLOCK,
-              "enable_prefix_caching": True} | fields  # fmt: skip
     if store is not None:
-        chosen = {"prefix_store_dir": str(store), "prefix_store_windows": True} | chosen
-    return Engine(model, EngineConfig(**chosen))  # type: ignore[arg-type]
-
-
-def run(engine: Engine, prompt: list[int]) -> Request:
-    request = engine.add_request(f"r{random.random()}", prompt, PARAMS)
-    while engine.has_work:
-        engine.step()
-    return request
+        fields = {"prefix_store_dir": str(store), "prefix_store_windows": True} | fields
+    return window_runs.engine_of(model, **fields)
 
 
 def records(engine: Engine, kind: RecordKind) -> list[int]:
@@ -51,12 +30,6 @@ def records(engine: Engine, kind: RecordKind) -> list[int]:
     assert engine.tier is not None
     assert engine.tier.writer.flush(30)
     return sorted(i.start + i.tokens for i in engine.tier.store.ls() if i.kind == kind)
-
-
-def rows_of(engine: Engine, request: Request) -> list[bytes]:
-    """Rows of all full blocks of a request that has ended."""
-    blocks = [engine.pool.lookup(key) for key in request.keys]
-    return [block_payload(engine.runner.state.pool, b) for b in blocks if b is not None]
 
 
 @pytest.mark.parametrize(
@@ -185,15 +158,7 @@ def test_a_small_pool_with_aborts_and_preemptions_never_changes_an_answer_or_kee
     expected = [run(plain, prompt).output_ids for prompt in prompts]
     engine = engine_of(model, tmp_path, num_blocks=16, max_num_seqs=3, encoder_replay="exact")
     for _ in range(2):
-        requests = [engine.add_request(f"{n}", p, PARAMS) for n, p in enumerate(prompts)]
-        while engine.has_work:
-            engine.step()
-            engine.pool.check_integrity()
-            if draw.random() < 0.05:
-                engine.abort(str(draw.randrange(9)))
-        for request, output in zip(requests, expected, strict=True):
-            assert request.output_ids == output[: len(request.output_ids)]
-            assert not request.windows
+        requests = run_with_aborts(engine, prompts, expected, draw)
         assert engine.pool.num_free == 16
         assert engine.tier is not None
         assert engine.tier.writer.flush(30)

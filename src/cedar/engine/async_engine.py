@@ -11,10 +11,9 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from cedar.engine.engine_status import EngineDetails
+from cedar.engine.engine_status import EngineCounts, EngineDetails
 from cedar.engine.host import Abort, Answered, Call, EngineHost, Event, Refused, Stepped, Submit
 from cedar.engine.output import StepOutput
 from cedar.engine.output_stream import Item, OutputStream
@@ -25,17 +24,6 @@ from cedar.errors import EngineDeadError, QueueFullError, RequestError
 logger = logging.getLogger(__name__)
 
 _STOPPED = "the engine has stopped; restart the server"
-
-
-@dataclass(frozen=True)
-class EngineSnapshot:
-    """The latest counts there are, for metrics and the live page."""
-
-    running: int
-    waiting: int
-    total_blocks: int
-    free_blocks: int
-    preemptions: int
 
 
 class AsyncEngine:
@@ -88,15 +76,11 @@ class AsyncEngine:
         """Whether a request handed over now would be run."""
         return self.host.is_alive and self._failure is None and not self._is_stopping
 
-    def snapshot(self) -> EngineSnapshot:
-        """The latest counts there are; read without stopping the engine."""
+    def snapshot(self) -> EngineCounts:
+        """The latest counts there are, what is still on its way among the waiting ones."""
         counts = self.host.counts()
-        return EngineSnapshot(
-            running=counts.running,
-            waiting=counts.waiting + self._submitted - counts.submitted,  # those still on their way
-            total_blocks=counts.total_blocks,
-            free_blocks=counts.free_blocks,
-            preemptions=counts.preemptions,
+        return counts._replace(
+            waiting=counts.waiting + self._submitted - counts.submitted, submitted=self._submitted
         )
 
     def waiting_with(self, more: int) -> int:

@@ -135,7 +135,7 @@ def run(commands: Connection, events: BinaryIO) -> int:
 
 
 if __name__ == "__main__":
-    # Ctrl-C and a service manager's SIGTERM reach every process; the server decides what they mean.
+    # A service manager's signals reach every process; the server decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with (
